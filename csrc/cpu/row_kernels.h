@@ -1,0 +1,40 @@
+// What is done to single rows, once per instruction set. Chosen when the module is loaded.
+//
+// This header and row_kernels_impl.h include C headers only: the files that hold one instruction set must not emit
+// inline functions of the C++ library, which the linker could keep for the rest of the module.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace moonep {
+
+enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kNumDtypes = 3 };
+
+// One summand of a token: either rows still to be weighted and summed, or the finished fp32 sum of a rank.
+struct Part {
+  const float* sum;         // when not null: the finished sum [H]
+  const void* const* rows;  // else `count` rows [H]
+  const float* weights;     // their weights; null: 1
+  int64_t count;
+  bool opens_host;  // the first rank of another host: sums are closed per host
+};
+
+struct RowKernels {
+  const char* name;
+  // Copies past the caches (for rows that are not read soon) and makes the stores visible to other threads.
+  void (*stream)(void* dst, const void* src, size_t bytes);
+  void (*fence)();
+  // dst[n] = +0 + sum of the rows in order, each weighted row rounded to fp32 before it is added.
+  void (*sum_rows[kNumDtypes])(float* dst, const void* const* rows, const float* weights, int64_t count, int64_t n);
+  // dst[n] = the parts summed in order, per host first, rounded once.
+  void (*sum_parts[kNumDtypes])(void* dst, const Part* parts, int64_t count, int64_t n);
+  void (*scale[kNumDtypes])(void* dst, const void* src, float weight, int64_t n);
+  float (*dot[kNumDtypes])(const void* a, const void* b, int64_t n);
+};
+
+const RowKernels& generic_kernels();
+const RowKernels* avx2_kernels();  // null where the build or the machine has none
+const RowKernels* avx512_kernels();
+
+}  // namespace moonep

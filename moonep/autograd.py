@@ -1,0 +1,120 @@
+"""The one file that knows gradients: dispatch's backward is combine, and combine's is dispatch, on the saved plan.
+
+Every output hangs on an anchor that requires a gradient, so that it has an edge even where no input of this rank
+needs one: if any rank needs a gradient, all ranks take part in the backward. If none does, the edge is cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moonep.plan import Plan
+from moonep.transport.base import Collected, Spread
+
+__all__ = ["Verbs", "combine", "dispatch"]
+
+
+class Verbs(Protocol):
+    """What a Buffer does for the functions here; each call is collective."""
+
+    anchor: torch.Tensor
+
+    def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
+        """dispatch."""
+
+    def run_combine(
+        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool
+    ) -> Collected:
+        """combine."""
+
+    def run_dispatch_backward(self, plan: Plan, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> Collected:
+        """dispatch's backward: sums of gradients, and the weights' gradients, go home."""
+
+    def run_combine_backward(
+        self, plan: Plan, grad_y: torch.Tensor, row_weights: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> Spread:
+        """combine's backward: gradients go out, and meet the rows (None: they are not asked for)."""
+
+
+def dispatch(
+    verbs: Verbs, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, H] and their weights [N]."""
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
+    if not needs_grad:
+        x, topk_weights = x.detach(), topk_weights.detach()
+    with torch.enable_grad():
+        outputs: tuple[torch.Tensor, torch.Tensor] = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            verbs.anchor, x, topk_weights, verbs, plan, needs_grad
+        )
+    return outputs
+
+
+def combine(verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
+    """Sums [T, H]."""
+    needs_grad = torch.is_grad_enabled() and (
+        rows.requires_grad or (row_weights is not None and row_weights.requires_grad)
+    )
+    if not needs_grad:
+        rows, row_weights = rows.detach(), None if row_weights is None else row_weights.detach()
+    with torch.enable_grad():
+        y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+            verbs.anchor, rows, row_weights, verbs, plan, needs_grad
+        )
+    return y
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        verbs: Verbs,
+        plan: Plan,
+        needs_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.verbs, ctx.plan = verbs, plan
+        rows, weights, agreement = verbs.run_dispatch(plan, x, topk_weights, needs_grad)
+        assert weights is not None
+        if not agreement.needs_grad:
+            ctx.mark_non_differentiable(rows, weights)
+        return rows, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> tuple[Any, ...]:
+        sums, scalars, _ = ctx.verbs.run_dispatch_backward(ctx.plan, grad_rows, grad_weights)
+        return None, sums, scalars, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        rows: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        verbs: Verbs,
+        plan: Plan,
+        needs_grad: bool,
+    ) -> torch.Tensor:
+        ctx.verbs, ctx.plan, ctx.weighted = verbs, plan, row_weights is not None
+        ctx.save_for_backward(*((rows, row_weights) if row_weights is not None else ()))
+        sums, _, agreement = verbs.run_combine(plan, rows, row_weights, needs_grad)
+        if not agreement.needs_grad:
+            ctx.mark_non_differentiable(sums)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
+        rows, row_weights = ctx.saved_tensors if ctx.weighted else (None, None)
+        # The rows are only wanted for the gradient of the weights.
+        wanted = rows if ctx.needs_input_grad[2] else None
+        grad_rows, dots, _ = ctx.verbs.run_combine_backward(ctx.plan, grad_y, row_weights, wanted)
+        return None, grad_rows, dots, None, None, None

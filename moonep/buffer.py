@@ -1,0 +1,314 @@
+"""Buffer: lifetime, order of calls, and the verbs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moonep import autograd, checks
+from moonep.config import BufferConfig
+from moonep.errors import BufferClosedError, ForeignPlanError
+from moonep.plan import Plan, Received, first_expert
+from moonep.policy import Home
+from moonep.transport import connect
+from moonep.transport.base import Agreed, Call, Collected, Spread, Transport
+from moonep.transport.group import Group
+
+__all__ = ["Buffer"]
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_Checked = TypeVar("_Checked")
+_Result = TypeVar("_Result")
+
+
+class Buffer:
+    """Carries the tokens of one MoE layer shape to the experts of a group of ranks, and their results home.
+
+    Making one is collective, and so are `plan`, `dispatch` and `combine`: all ranks of the group call them in the
+    same order. A bad argument on one rank raises on all of them and leaves the Buffer usable; a lost or late peer
+    closes it. Several Buffers may be alive. One Buffer serves any number of layers of the same shape.
+
+    Args:
+        group: a torch.distributed group, also a subgroup; None: the default group, or one process alone when
+            torch.distributed is not initialised.
+        num_experts: E, in all ranks together. Homes are contiguous blocks; the first E mod R ranks hold one more.
+        top_k: K, experts per token.
+        hidden: H, the width of a row.
+        max_tokens: S, the most tokens that a rank may pass in one call.
+        dtype: of the rows: bfloat16, float16 or float32.
+        policy: where rows may go: `Home()`.
+        transport: "auto", "local" (one rank), "shm" (ranks of one machine) or "collective" (any group).
+        expert_alignment: every expert's rows are padded to a multiple of this many.
+        timeout_secs: how long to wait for a peer, in seconds.
+
+    Raises:
+        ValueError, TypeError: a setting that cannot work, or does not fit this machine's memory.
+        ConfigMismatchError: ranks passed different settings.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        policy: Home = Home(),  # noqa: B008 (frozen)
+        transport: str = "auto",
+        expert_alignment: int = 1,
+        timeout_secs: float = 60.0,
+    ):
+        self.config = BufferConfig(
+            num_experts, top_k, hidden, max_tokens, dtype, policy, transport, expert_alignment, timeout_secs
+        )
+        self._group = Group(Group.resolve(group), timeout_secs)
+        try:
+            self._calls = _Calls(self._group, connect(self.config, self._group))
+        except BaseException:
+            self._group.close()
+            raise
+
+    # ---- what it is ----
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self._group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """R, the ranks of the group."""
+        return self._group.num_ranks
+
+    @property
+    def first_local_expert(self) -> int:
+        """The first expert at home here."""
+        return first_expert(self.rank, self.config.num_experts, self.num_ranks)
+
+    @property
+    def num_local_experts(self) -> int:
+        """L, how many experts are at home here."""
+        return first_expert(self.rank + 1, self.config.num_experts, self.num_ranks) - self.first_local_expert
+
+    @property
+    def transport(self) -> str:
+        """The transport in use: "local", "shm" or "collective"."""
+        return self._calls.transport.name
+
+    def __repr__(self) -> str:
+        state = f", closed: {self._calls.closed}" if self._calls.closed else ""
+        return f"Buffer(rank {self.rank} of {self.num_ranks}, {self.transport}, {self.config}{state})"
+
+    # ---- the verbs ----
+
+    def plan(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None) -> Plan:
+        """Decides where every route goes. Collective.
+
+        Args:
+            topk_idx: [T, K] int32 or int64, any strides; the experts of each token, -1 for no route.
+            topk_weights: [T, K]; only a policy that drops routes looks at them.
+
+        Returns:
+            The Plan, good for any number of dispatches and combines until the Buffer is closed.
+        """
+
+        def check() -> torch.Tensor:
+            idx = checks.check_idx(topk_idx, self.config)
+            if topk_weights is not None:
+                checks.check_weights("topk_weights", topk_weights, tuple(idx.shape))
+            return idx
+
+        return self._calls.plan(self._calls.checked("plan", check))
+
+    def dispatch(self, x: torch.Tensor, plan: Plan, topk_weights: torch.Tensor | None = None) -> Received:
+        """Carries tokens to their experts' ranks. Collective and differentiable.
+
+        Args:
+            x: [T, H] in the Buffer's dtype; may be a view with any strides.
+            plan: of this Buffer.
+            topk_weights: [T, K], any floating dtype; None: 1 for every route.
+
+        Returns:
+            Received: x [N, H], grouped by expert as the plan says, and weights [N] float32.
+        """
+
+        def check() -> tuple[torch.Tensor, torch.Tensor]:
+            self._check_plan(plan)
+            checks.check_rows("x", x, plan.num_tokens, "the plan's tokens x hidden", self.config, self._calls.device)
+            shape = (plan.num_tokens, self.config.top_k)
+            if topk_weights is None:
+                return x.contiguous(), torch.ones(shape)
+            checks.check_weights("topk_weights", topk_weights, shape)
+            return x.contiguous(), topk_weights.to(torch.float32).contiguous()
+
+        dense_x, dense_weights = self._calls.checked("dispatch", check)
+        return Received(*autograd.dispatch(self._calls, plan, dense_x, dense_weights))
+
+    def combine(self, expert_out: torch.Tensor, plan: Plan, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Brings results home and sums them. Collective and differentiable.
+
+        Sums are made in float32 in a fixed order (k ascending within a rank, ranks ascending within a host, hosts by
+        their lowest rank) and rounded once, so runs repeat bit for bit.
+
+        Args:
+            expert_out: [N, H] in the Buffer's dtype, rows as `dispatch` gave them. Padding rows are not read.
+            plan: of this Buffer.
+            weights: [N], as `dispatch` gave them; None: the plain sum.
+
+        Returns:
+            [T, H]: for every token the weighted sum of its rows; zeros for a token without routes.
+        """
+
+        def check() -> tuple[torch.Tensor, torch.Tensor | None]:
+            self._check_plan(plan)
+            what = "the plan's rows x hidden"
+            checks.check_rows("expert_out", expert_out, plan.num_rows, what, self.config, self._calls.device)
+            if weights is None:
+                return expert_out.contiguous(), None
+            checks.check_weights("weights", weights, (plan.num_rows,))
+            return expert_out.contiguous(), weights.to(torch.float32).contiguous()
+
+        dense_rows, dense_weights = self._calls.checked("combine", check)
+        return autograd.combine(self._calls, plan, dense_rows, dense_weights)
+
+    def replicate(self, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The weights of the plan's groups: [G, ...] for every [L, ...]. Under `Home` groups are the home experts.
+
+        Local, because `Home` has no replicas: gives the tensors it was given.
+        """
+        self._calls.check_open("replicate")
+        self._check_plan(plan)
+        checks.check_tensors(tensors, self.num_local_experts)
+        return tensors
+
+    # ---- lifetime ----
+
+    def close(self) -> None:
+        """Gives everything back. Local, never waits, may be called again; later verbs raise BufferClosedError.
+
+        Peers that are still in a verb of this Buffer raise TransportError, unless this rank has done its part.
+        """
+        self._calls.close("close() was called")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A copied module shares the Buffer: it holds no parameters, and making one would be collective."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a moonep.Buffer cannot be pickled: it belongs to its process and its group; leave it out of the module's "
+            "state (__getstate__) and make a new one after loading"
+        )
+
+    def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan: expected a moonep Plan, got {type(plan).__name__}")
+        if plan.owner is not self._calls.mark:
+            raise ForeignPlanError("plan: expected a plan of this Buffer, got one that another Buffer (or nobody) made")
+
+
+class _Calls:
+    """The order of calls: every exchange is numbered, opens with a header, and ends the Buffer when it fails."""
+
+    def __init__(self, group: Group, transport: Transport):
+        self.transport = transport
+        self.device = group.device
+        self.closed = ""  # why
+        self.mark = object()
+        self.anchor = torch.empty(0, requires_grad=True)
+        self._group = group
+        self._pid = os.getpid()
+        self._sequence = self._plans = 0
+
+    def checked(self, verb: str, check: Callable[[], _Checked]) -> _Checked:
+        """What `check` gives. When it finds fault with the arguments, tells all ranks, and all raise."""
+        self.check_open(verb)
+        try:
+            return check()
+        except (ValueError, TypeError) as error:
+            self._run(Call(verb, problem=error), self.transport.agree)
+            raise AssertionError("a call with a problem was agreed to") from error
+
+    def plan(self, topk_idx: torch.Tensor) -> Plan:
+        call = Call("plan", num_tokens=topk_idx.shape[0])
+        plan = self._run(call, lambda call: self.transport.plan(call, topk_idx))
+        self._plans += 1
+        return dataclasses.replace(plan, plan_id=self._plans, owner=self.mark)
+
+    def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
+        call = self._call("dispatch", plan, needs_grad)
+        return self._run(call, lambda call: self.transport.spread(call, plan, x, topk_weights))
+
+    def run_combine(
+        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool
+    ) -> Collected:
+        call = self._call("combine", plan, needs_grad)
+        return self._run(call, lambda call: self.transport.collect(call, plan, rows, row_weights, None))
+
+    def run_dispatch_backward(self, plan: Plan, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> Collected:
+        call = self._call("dispatch's backward", plan)
+        rows, scalars = grad_rows.contiguous(), grad_weights.contiguous()
+        return self._run(call, lambda call: self.transport.collect(call, plan, rows, None, scalars))
+
+    def run_combine_backward(
+        self, plan: Plan, grad_y: torch.Tensor, row_weights: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> Spread:
+        call, dense = self._call("combine's backward", plan), grad_y.contiguous()
+        return self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, row_weights, rows))
+
+    def _call(self, verb: str, plan: Plan, needs_grad: bool = False) -> Call:
+        return Call(
+            verb,
+            num_tokens=plan.num_tokens,
+            plan_id=plan.plan_id,
+            needs_grad=needs_grad,
+            without_graph=torch.is_inference_mode_enabled(),
+        )
+
+    def _run(self, call: Call, move: Callable[[Call], _Result]) -> _Result:
+        self.check_open(call.verb)
+        self._sequence += 1
+        call.sequence, call.digest = self._sequence, self._group.number
+        try:
+            return move(call)
+        except Agreed as agreed:  # every rank raises it, and nothing has moved: the Buffer stays usable
+            raise agreed.error from None
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+
+    def check_open(self, verb: str) -> None:
+        """Raises BufferClosedError: this Buffer is closed, or belongs to the process that this one was forked from."""
+        if self.closed:
+            raise BufferClosedError(
+                f"{verb}: {self._group.names[self._group.rank]}: the Buffer is closed: {self.closed}"
+            )
+        if os.getpid() != self._pid:
+            raise BufferClosedError(
+                f"{verb}: the Buffer belongs to process {self._pid}; a forked child ({os.getpid()}) must make its own"
+            )
+
+    def close(self, why: str) -> None:
+        if self.closed or os.getpid() != self._pid:
+            return
+        self.closed = why
+        self.transport.close()
+        self._group.close()

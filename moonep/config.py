@@ -1,0 +1,72 @@
+"""Frozen settings of a Buffer, and every size in bytes that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moonep.policy import Home
+
+__all__ = ["DTYPES", "BufferConfig"]
+
+# The payload dtypes, by the number that the native module knows them by.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_FLOAT32_BYTES = 4
+_INT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """What all ranks must agree on; checked when a Buffer is made."""
+
+    num_experts: int  # E
+    top_k: int  # K
+    hidden: int  # H
+    max_tokens: int  # S
+    dtype: torch.dtype
+    policy: Home
+    transport: str
+    expert_alignment: int
+    timeout_secs: float
+
+    @property
+    def row_bytes(self) -> int:
+        """One row in the payload dtype."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """One partial sum: float32, whatever the payload."""
+        return self.hidden * _FLOAT32_BYTES
+
+    @property
+    def token_scalars_bytes(self) -> int:
+        """One float32 per route of a token."""
+        return self.top_k * _FLOAT32_BYTES
+
+    @property
+    def counts_bytes(self) -> int:
+        """One count per expert, as planning exchanges it."""
+        return self.num_experts * _INT32_BYTES
+
+    @property
+    def ids_bytes(self) -> int:
+        """The ids of `max_tokens` tokens, as planning exchanges them."""
+        return self.max_tokens * self.top_k * _INT32_BYTES
+
+    def staging_bytes(self, num_ranks: int) -> int:
+        """One of a rank's two staging halves in shared memory.
+
+        Tokens pass through it in chunks, so it does not grow with `max_tokens` times `hidden`; it is as large as
+        still fits the caches, and never less than one token of each kind or the ids of a whole plan.
+        """
+        one_token = max(
+            self.row_bytes + self.token_scalars_bytes, num_ranks * (self.sum_bytes + self.token_scalars_bytes)
+        )
+        return max(num_ranks * 4 * 2**20, one_token, self.counts_bytes + self.ids_bytes)
+
+    def step_bytes(self, max_tokens: int) -> int:
+        """What a step with an even load holds at once on a rank: the rows received, and the experts' results."""
+        return 2 * max_tokens * self.top_k * self.row_bytes

@@ -1,0 +1,165 @@
+"""Routing -> Plan: where every (token, expert) route goes. Index arithmetic only; nothing moves here.
+
+`plan_plain` is the definition, in loops; the native planner (`transport/planner.py`, `csrc/cpu/plan.h`) gives the same
+Plan, field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Crossings", "Plan", "Received", "first_expert", "home_rank", "plan_plain"]
+
+
+@dataclass(frozen=True, eq=False)
+class Crossings:
+    """The tokens that go to each peer (outbox) or come from each peer (inbox), each once, and what they stand for.
+
+    A token whose K experts live on two ranks makes two crossings. All tensors are int32.
+    """
+
+    first: torch.Tensor  # [R + 1]  crossings of peer p are first[p] .. first[p + 1], by token
+    token: torch.Tensor  # [C]      outbox: the token. inbox: where its row stands in what the source sent
+    start: torch.Tensor  # [C + 1]  routes of crossing c are start[c] .. start[c + 1], by k
+    route: torch.Tensor  # [M]      outbox: t * K + k. inbox: where its weight stands in what the source sent
+    row: torch.Tensor  # [M]        the row on the receiving rank
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Where the arrays are, as the native module takes them."""
+        tensors = (self.first, self.token, self.start, self.route, self.row)
+        return tuple(tensor.data_ptr() for tensor in tensors)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where the routes of one `topk_idx` go. Made by `Buffer.plan`; lives until the Buffer is closed.
+
+    Rows within a group are ordered by (source rank, token, k). A group is padded to `expert_alignment` rows.
+    Tensors are int64 unless said.
+    """
+
+    num_tokens: int  # T, on this rank
+    num_rows: int  # N, rows received here, padding included
+    num_groups: int  # G
+    group_experts: torch.Tensor  # [G]     the expert of each group, -1: idle
+    group_sizes: torch.Tensor  # [G]       real rows of each group
+    group_ends: torch.Tensor  # [G] int32  where each padded group ends: torch._grouped_mm's offs
+    replicas: torch.Tensor  # [R, slots]   experts copied to each rank for this step, -1: idle slot
+    rank_rows: torch.Tensor  # [R]         real rows received by every rank
+    dst_rank: torch.Tensor  # [T, K]       the rank that each route goes to, -1: none
+    dst_row: torch.Tensor  # [T, K]        its row there, -1: none
+    num_dropped: int  # routes of this rank that were dropped
+    num_tokens_of_rank: tuple[int, ...] = field(repr=False)  # [R] T of every rank
+    outbox: Crossings = field(repr=False)  # what this rank sends
+    inbox: Crossings = field(repr=False)  # what this rank receives
+    plan_id: int = -1  # which plan of its Buffer this is; the same on every rank
+    owner: object = field(default=None, repr=False)  # the Buffer's mark, so that another Buffer refuses it
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """What `dispatch` brought to this rank. Padding rows are zeros of weight 0."""
+
+    x: torch.Tensor  # [N, H]   rows, in the payload dtype
+    weights: torch.Tensor  # [N] float32: the routing weight of each row
+
+
+def first_expert(rank: int, num_experts: int, num_ranks: int) -> int:
+    """The first expert at home on `rank`: contiguous blocks, the first E mod R ranks hold one more."""
+    share, extra = divmod(num_experts, num_ranks)
+    return rank * share + min(rank, extra)
+
+
+def home_rank(expert: int, num_experts: int, num_ranks: int) -> int:
+    """The rank that owns `expert`: the inverse of `first_expert`."""
+    share, extra = divmod(num_experts, num_ranks)
+    in_larger = (share + 1) * extra
+    return expert // (share + 1) if expert < in_larger else extra + (expert - in_larger) // share
+
+
+def _align_up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+def plan_plain(
+    topk_idx_of_rank: Sequence[torch.Tensor], rank: int, *, num_experts: int, expert_alignment: int = 1
+) -> Plan:
+    """The Plan of `rank` under `Home`, from the routing of all ranks. The definition: slow, in loops.
+
+    `topk_idx_of_rank[r]` is rank r's [T, K], integer, -1 for no route.
+    """
+    num_ranks = len(topk_idx_of_rank)
+    ids = [idx.tolist() for idx in topk_idx_of_rank]
+    top_k = topk_idx_of_rank[rank].shape[1]
+
+    # Where every expert's group begins at its home.
+    sizes = [0] * num_experts
+    for ids_TK in ids:
+        for ids_K in ids_TK:
+            for expert in ids_K:
+                if expert >= 0:
+                    sizes[expert] += 1
+    starts, ends, rank_rows = [0] * num_experts, [0] * num_experts, [0] * num_ranks
+    end = 0
+    for expert in range(num_experts):
+        home = home_rank(expert, num_experts, num_ranks)
+        if expert == first_expert(home, num_experts, num_ranks):
+            end = 0
+        starts[expert] = end
+        end += _align_up(sizes[expert], expert_alignment)
+        ends[expert] = end
+        rank_rows[home] += sizes[expert]
+
+    # Number the rows in their order: source rank, token, k.
+    next_row = list(starts)
+    dst_rank = [[-1] * top_k for _ in ids[rank]]
+    dst_row = [[-1] * top_k for _ in ids[rank]]
+    outbox: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_ranks)]
+    inbox: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_ranks)]
+    for source, ids_TK in enumerate(ids):
+        for t, ids_K in enumerate(ids_TK):
+            for k, expert in enumerate(ids_K):
+                if expert < 0:
+                    continue
+                home, row = home_rank(expert, num_experts, num_ranks), next_row[expert]
+                next_row[expert] += 1
+                if source == rank:
+                    dst_rank[t][k], dst_row[t][k] = home, row
+                    outbox[home].setdefault(t, []).append((t * top_k + k, row))
+                if home == rank:
+                    inbox[source].setdefault(t, []).append((t * top_k + k, row))
+
+    mine = range(first_expert(rank, num_experts, num_ranks), first_expert(rank + 1, num_experts, num_ranks))
+    return Plan(
+        num_tokens=len(ids[rank]),
+        num_rows=ends[mine[-1]] if mine else 0,
+        num_groups=len(mine),
+        group_experts=torch.tensor(list(mine), dtype=torch.int64),
+        group_sizes=torch.tensor([sizes[e] for e in mine], dtype=torch.int64),
+        group_ends=torch.tensor([ends[e] for e in mine], dtype=torch.int32),
+        replicas=torch.empty(num_ranks, 0, dtype=torch.int64),
+        rank_rows=torch.tensor(rank_rows, dtype=torch.int64),
+        dst_rank=torch.tensor(dst_rank, dtype=torch.int64).reshape(len(ids[rank]), top_k),
+        dst_row=torch.tensor(dst_row, dtype=torch.int64).reshape(len(ids[rank]), top_k),
+        num_dropped=0,
+        num_tokens_of_rank=tuple(len(ids_TK) for ids_TK in ids),
+        outbox=_crossings(outbox),
+        inbox=_crossings(inbox),
+    )
+
+
+def _crossings(peers: list[dict[int, list[tuple[int, int]]]]) -> Crossings:
+    """Crossings from, per peer, token -> [(route, row)]."""
+    first, token, start, route, row = [0], [], [0], [], []
+    for tokens in peers:
+        for t, routes in tokens.items():
+            token.append(t)
+            route += [each[0] for each in routes]
+            row += [each[1] for each in routes]
+            start.append(len(row))
+        first.append(len(token))
+    return Crossings(*(torch.tensor(values, dtype=torch.int32) for values in (first, token, start, route, row)))

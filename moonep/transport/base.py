@@ -1,0 +1,167 @@
+"""What every transport does, and the header that opens every verb.
+
+The header is the one place where ranks agree: each rank says what it is about to do, or what is wrong with its
+arguments, and every rank reads all of it and comes to the same conclusion. An error on one rank is so raised on all,
+and nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moonep.errors import ForeignPlanError, MoonEPError, VerbMismatchError
+from moonep.plan import Plan
+
+__all__ = ["HEADER_BYTES", "VERBS", "Agreed", "Agreement", "Call", "Collected", "Spread", "Transport", "agree"]
+
+HEADER_BYTES = 512
+VERBS = ("plan", "dispatch", "combine", "dispatch's backward", "combine's backward")
+
+# digest, sequence number, plan id, verb, flags, status | tokens, length of the text | text
+_MUST_MATCH = struct.Struct("<qqqHHI")
+_OWN = struct.Struct("<qI")
+_MAX_TEXT = HEADER_BYTES - _MUST_MATCH.size - _OWN.size
+_NEEDS_GRAD, _WITHOUT_GRAPH = 1, 2
+# What an argument error may be; the status is its place here, 0 for none.
+_PROBLEMS: tuple[type[Exception], ...] = (ForeignPlanError, ValueError, TypeError, MoonEPError)
+
+
+@dataclass
+class Call:
+    """One rank's part in a verb, as its header tells the others."""
+
+    verb: str
+    num_tokens: int = 0
+    plan_id: int = -1
+    needs_grad: bool = False  # an input of this rank requires a gradient
+    without_graph: bool = False  # this rank is in inference mode and cannot take part in a backward
+    problem: Exception | None = None  # what is wrong with this rank's arguments
+    digest: int = 0
+    sequence: int = 0
+
+    def pack(self) -> bytes:
+        """The header, at most HEADER_BYTES."""
+        flags = _NEEDS_GRAD * self.needs_grad | _WITHOUT_GRAPH * self.without_graph
+        status, text = 0, b""
+        if self.problem is not None:
+            status = next((i for i, kind in enumerate(_PROBLEMS, 1) if isinstance(self.problem, kind)), len(_PROBLEMS))
+            text = str(self.problem).encode()[:_MAX_TEXT]
+        fixed = _MUST_MATCH.pack(self.digest, self.sequence, self.plan_id, VERBS.index(self.verb), flags, status)
+        return fixed + _OWN.pack(self.num_tokens, len(text)) + text
+
+
+class Agreement(NamedTuple):
+    """What all ranks know after the headers."""
+
+    num_tokens_of_rank: tuple[int, ...]
+    needs_grad: bool  # of any rank: then every rank's output gets an edge
+
+
+class Agreed(Exception):
+    """Carries an error that every rank raises: the Buffer stays usable."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+
+def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
+    """The same conclusion on every rank: an Agreement, or Agreed with the error to raise.
+
+    `names` say who each rank is in messages.
+    """
+    size = _MUST_MATCH.size
+    tokens = tuple(_OWN.unpack_from(header, size)[0] for header in headers)
+    first = headers[0][:size]
+    fixed = _MUST_MATCH.unpack(first)
+    if fixed[5] == 0 and all(header[:size] == first for header in headers):
+        return Agreement(tokens, bool(fixed[4] & _NEEDS_GRAD))
+
+    all_fixed = [_MUST_MATCH.unpack_from(header) for header in headers]
+    for rank, (_, _, _, verb, _, status) in enumerate(all_fixed):
+        if status:
+            length = _OWN.unpack_from(headers[rank], size)[1]
+            text = headers[rank][size + _OWN.size :][:length].decode(errors="replace")
+            raise Agreed(_PROBLEMS[status - 1](f"{VERBS[verb]}: {names[rank]}: {text}"))
+    if len({fixed[0] for fixed in all_fixed}) > 1:
+        raise Agreed(VerbMismatchError("ranks used different Buffers in the same place; use them in the same order"))
+    if len({fixed[3] for fixed in all_fixed}) > 1:
+        called = ", ".join(f"{name} called {VERBS[fixed[3]]}" for name, fixed in zip(names, all_fixed, strict=True))
+        raise Agreed(VerbMismatchError(f"ranks called different verbs: {called}"))
+    for place, what in ((2, "plans"), (1, "sequence numbers")):
+        if len({fixed[place] for fixed in all_fixed}) > 1:
+            used = ", ".join(f"{name} {fixed[place]}" for name, fixed in zip(names, all_fixed, strict=True))
+            raise Agreed(VerbMismatchError(f"{VERBS[all_fixed[0][3]]}: ranks used different {what}: {used}"))
+    needing = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[4] & _NEEDS_GRAD]
+    unable = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[4] & _WITHOUT_GRAPH]
+    if needing and unable:
+        raise Agreed(
+            ValueError(
+                f"{VERBS[all_fixed[0][3]]}: {', '.join(needing)} needs gradients, but {', '.join(unable)} is in "
+                "inference mode and could not take part in the backward; use torch.no_grad() there"
+            )
+        )
+    return Agreement(tokens, bool(needing))
+
+
+class Spread(NamedTuple):
+    """Rows brought to this rank."""
+
+    rows: torch.Tensor  # [N, H]
+    scalars: torch.Tensor | None  # [N] float32: routing weights, or dots
+    agreement: Agreement
+
+
+class Collected(NamedTuple):
+    """Sums brought home."""
+
+    sums: torch.Tensor  # [T, H]
+    scalars: torch.Tensor | None  # [T, K] float32
+    agreement: Agreement
+
+
+class Transport(ABC):
+    """Carries rows between ranks. Every method but `close` is collective and opens with the header.
+
+    Tensors come checked, dense, and with float32 weights and scalars.
+    """
+
+    name: str
+
+    @abstractmethod
+    def agree(self, call: Call) -> Agreement:
+        """The header alone: all that a verb does when this rank's arguments are wrong (it raises Agreed everywhere)."""
+
+    @abstractmethod
+    def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
+        """The Plan for the routing of all ranks. Ids out of range become the call's problem."""
+
+    @abstractmethod
+    def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:
+        """dispatch: rows [N, H] of `x` [T, H], and the routes' weights [T, K] as scalars [N]."""
+
+    @abstractmethod
+    def spread_scaled(
+        self, call: Call, plan: Plan, x: torch.Tensor, row_weights: torch.Tensor | None, other: torch.Tensor | None
+    ) -> Spread:
+        """combine's backward: each row times its weight [N] (None: 1); scalars: <other [N, H], unscaled row>."""
+
+    @abstractmethod
+    def collect(
+        self,
+        call: Call,
+        plan: Plan,
+        rows: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        row_scalars: torch.Tensor | None,
+    ) -> Collected:
+        """combine and dispatch's backward: weighted sums [T, H] of rows [N, H]; scalars [N] go home to [T, K]."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back. Local, never waits, may be called again."""

@@ -1,0 +1,187 @@
+"""Ranks anywhere, over any torch.distributed group: one uneven all-to-all each way, every token once per rank.
+
+A message to a peer is: check word | float32 scalars, one per route | rows or float32 sums, one per crossing. Both
+sides know its size from the plan; the check word, which a shorter message leaves unwritten, proves that it came.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from moonep import _C
+from moonep.config import BufferConfig
+from moonep.errors import TransportError
+from moonep.plan import Crossings, Plan, first_expert
+from moonep.transport.base import HEADER_BYTES, Agreement, Call, Collected, Spread, Transport, agree
+from moonep.transport.group import Group
+from moonep.transport.planner import Planner
+from moonep.transport.rows import Rows, address
+
+__all__ = ["CollectiveTransport"]
+
+_ALIGN = 64  # messages and their parts start at multiples of this
+_CHECK_BYTES = _ALIGN
+_SCALAR_BYTES = 4
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+class _Mail:
+    """Messages to or from every peer, one after the other in rank order; this rank's own is empty."""
+
+    def __init__(self, rows: Rows, box: Crossings, piece_bytes: int):
+        first, start = box.first, box.start
+        self.crossings = list(itertools.pairwise(first.tolist()))  # per rank: crossings [begin, end)
+        self.routes = list(itertools.pairwise(start[first.long()].tolist()))  # per rank: routes [begin, end)
+        self.sizes: list[int] = []
+        self._heads: list[int] = []
+        for rank, ((begin, end), (at, after)) in enumerate(zip(self.crossings, self.routes, strict=True)):
+            head = _CHECK_BYTES + _align(_SCALAR_BYTES * (after - at))
+            self._heads.append(head)
+            self.sizes.append(0 if rank == rows.rank else head + _align(piece_bytes * (end - begin)))
+        self._starts = [0, *itertools.accumulate(self.sizes)]
+        self.data = rows.memory.empty((self._starts[-1],), torch.uint8)
+
+    def check_word(self, rank: int) -> torch.Tensor:
+        """The word [1] that opens the message to or from `rank`."""
+        return self.data[self._starts[rank] :][:8].view(torch.int64)
+
+    def scalars(self, rank: int) -> int:
+        """Address of the scalars to or from `rank`."""
+        return address(self.data) + self._starts[rank] + _CHECK_BYTES
+
+    def pieces(self, rank: int) -> int:
+        """Address of the rows or sums to or from `rank`."""
+        return address(self.data) + self._starts[rank] + self._heads[rank]
+
+
+class CollectiveTransport(Transport):
+    """The `collective` transport."""
+
+    name = "collective"
+
+    def __init__(self, config: BufferConfig, group: Group):
+        self._config, self._group = config, group
+        self._rank, self._ranks = group.rank, range(group.num_ranks)
+        self._others = [rank for rank in self._ranks if rank != group.rank]
+        self._planner = Planner(config, group.rank, group.num_ranks)
+        self._rows = Rows(config, group.rank, group.host_of_rank)
+        self._homes = [first_expert(rank, config.num_experts, group.num_ranks) for rank in range(group.num_ranks + 1)]
+        self._messages = 0
+
+    def agree(self, call: Call) -> Agreement:
+        return agree(self._group.all_gather(call.pack().ljust(HEADER_BYTES, b"\0"), call.verb), self._group.names)
+
+    def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
+        ids = torch.empty(call.num_tokens, self._config.top_k, dtype=torch.int32)
+        counts = torch.zeros(self._config.num_experts, dtype=torch.int32)
+        self._planner.load_ids_or_note(call, topk_idx, address(ids), address(counts))
+        # The header rides on the exchange of counts.
+        mine = call.pack().ljust(HEADER_BYTES, b"\0") + counts.numpy().tobytes()
+        gathered = self._group.all_gather(mine, call.verb)
+        agreement = agree(gathered, self._group.names)
+        counts_RE = torch.frombuffer(bytearray().join(each[HEADER_BYTES:] for each in gathered), dtype=torch.int32)
+        counts_RE = counts_RE.view(len(gathered), -1)
+        counts_of_rank = [address(counts_E) for counts_E in counts_RE.unbind()]
+        words, outgoing = self._planner.words_to_send(address(ids), counts_of_rank, call.num_tokens)
+
+        totals_RE = counts_RE.long().cumsum(1)
+        ends_RR = torch.nn.functional.pad(totals_RE, (1, 0))[:, self._homes]
+        routes_RR = ends_RR.diff(dim=1)  # [source, destination]
+        sent, received = routes_RR[self._rank].tolist(), routes_RR[:, self._rank].tolist()
+        words_in = torch.full((sum(received),), -1, dtype=torch.int32)  # what does not come stays -1
+        self._group.all_to_all(words_in, words, received, sent, call.verb)
+        plan = self._planner.plan_from_words(words_in, received, agreement.num_tokens_of_rank, outgoing)
+        if plan is None:
+            name = self._group.names[self._rank]
+            raise TransportError(f"{call.verb}: {name} received other routes than were counted")
+        return plan
+
+    def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:
+        agreement = self.agree(call)
+        inbound = self._send_rows(call, plan, x, route_weights)
+        rows, weights = self._rows.empty_rows(plan), torch.zeros(plan.num_rows)
+        _, _, _, route, row = plan.inbox.addresses
+        for rank, (begin, end) in enumerate(inbound.crossings):
+            own = rank == self._rank
+            self._rows.expand(rows, address(x) if own else inbound.pieces(rank), plan, begin, end, 0)
+            at, after = inbound.routes[rank]
+            scalars = address(route_weights) if own else inbound.scalars(rank)
+            _C.move_floats(address(weights), row + 4 * at, 0, scalars, route + 4 * at, 0, after - at)
+        return Spread(rows, weights, agreement)
+
+    def spread_scaled(
+        self, call: Call, plan: Plan, x: torch.Tensor, row_weights: torch.Tensor | None, other: torch.Tensor | None
+    ) -> Spread:
+        agreement = self.agree(call)
+        inbound = self._send_rows(call, plan, x, None)
+        rows = self._rows.empty_rows(plan)
+        dots = None if other is None else torch.zeros(plan.num_rows)
+        for rank, (begin, end) in enumerate(inbound.crossings):
+            src = address(x) if rank == self._rank else inbound.pieces(rank)
+            self._rows.expand_scaled(rows, src, plan, begin, end, 0, row_weights, other, dots)
+        return Spread(rows, dots, agreement)
+
+    def _send_rows(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor | None) -> _Mail:
+        """Rows, and weights where there are any, along the plan. Returns what came."""
+        out = _Mail(self._rows, plan.outbox, self._config.row_bytes)
+        _, _, _, route, _ = plan.outbox.addresses
+        for rank in self._others:
+            begin, end = out.crossings[rank]
+            self._rows.pack(out.pieces(rank), x, plan, begin, end)
+            if route_weights is not None:
+                at, after = out.routes[rank]
+                _C.move_floats(out.scalars(rank), 0, 0, address(route_weights), route + 4 * at, 0, after - at)
+        return self._exchange(call, out, _Mail(self._rows, plan.inbox, self._config.row_bytes))
+
+    def _exchange(self, call: Call, out: _Mail, inbound: _Mail) -> _Mail:
+        self._messages += 1  # in step on all ranks: every exchange follows an agreement
+        for rank in self._others:
+            out.check_word(rank).fill_(self._messages)
+            inbound.check_word(rank).fill_(-1)
+        self._group.all_to_all(inbound.data, out.data, inbound.sizes, out.sizes, call.verb)
+        for rank in self._others:
+            if inbound.check_word(rank).item() != self._messages:
+                raise TransportError(f"{call.verb}: the message from {self._group.names[rank]} is not what was planned")
+        return inbound
+
+    def collect(
+        self,
+        call: Call,
+        plan: Plan,
+        rows: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        row_scalars: torch.Tensor | None,
+    ) -> Collected:
+        agreement = self.agree(call)
+        out = _Mail(self._rows, plan.inbox, self._config.sum_bytes)
+        _, _, _, _, row = plan.inbox.addresses
+        for rank in self._others:
+            begin, end = out.crossings[rank]
+            self._rows.sum_crossings(out.pieces(rank), rows, row_weights, plan, begin, end)
+            if row_scalars is not None:
+                at, after = out.routes[rank]
+                _C.move_floats(out.scalars(rank), 0, 0, address(row_scalars), row + 4 * at, 0, after - at)
+        inbound = self._exchange(call, out, _Mail(self._rows, plan.outbox, self._config.sum_bytes))
+
+        sums = self._rows.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
+        pieces = [inbound.pieces(rank) for rank in self._ranks]
+        first_crossings = [begin for begin, _ in inbound.crossings]
+        self._rows.finish(sums, rows, row_weights, plan, (0, plan.num_tokens), pieces, first_crossings)
+        scalars = None
+        if row_scalars is not None:
+            scalars = torch.zeros(plan.num_tokens, self._config.top_k)
+            _, _, _, route, own_row = plan.outbox.addresses
+            for rank, (at, after) in enumerate(inbound.routes):
+                own = rank == self._rank
+                src = address(row_scalars) if own else inbound.scalars(rank)
+                index = own_row + 4 * at if own else 0
+                _C.move_floats(address(scalars), route + 4 * at, 0, src, index, 0, after - at)
+        return Collected(sums, scalars, agreement)
+
+    def close(self) -> None:
+        self._rows.memory.close()

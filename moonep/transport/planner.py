@@ -1,0 +1,150 @@
+"""Plans made by the native module (`csrc/cpu/plan.h`). What they mean is defined by `moonep.plan.plan_plain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moonep import _C
+from moonep.config import BufferConfig
+from moonep.plan import Crossings, Plan, first_expert
+from moonep.transport.base import Call
+
+__all__ = ["Outgoing", "Planner"]
+
+
+class Planner:
+    """Makes the Plans of one rank with the native module; what ranks must tell each other goes through a transport."""
+
+    def __init__(self, config: BufferConfig, rank: int, num_ranks: int):
+        self.config, self.rank, self.num_ranks = config, rank, num_ranks
+        self._native = _C.HomePlanner(rank, num_ranks, config.num_experts, config.top_k, config.expert_alignment)
+
+    def load_ids(self, topk_idx: torch.Tensor, ids_address: int, counts_address: int) -> None:
+        """Writes `topk_idx` [T, K], of any strides, densely as int32, and how many routes each expert has [E] int32.
+
+        ValueError for the first id that is neither -1 nor an expert; the memory is then unfinished.
+        """
+        idx = topk_idx.cpu()
+        experts = self.config.num_experts
+        bad = _C.load_ids(
+            idx.data_ptr(),
+            idx.element_size(),
+            idx.shape[0],
+            idx.shape[1],
+            idx.stride(0),
+            idx.stride(1),
+            experts,
+            ids_address,
+            counts_address,
+        )
+        if bad >= 0:
+            token, k = divmod(bad, self.config.top_k)
+            raise ValueError(
+                f"topk_idx[{token}, {k}]: expected -1 (no route) or an expert in [0, {experts}), "
+                f"got {int(idx[token, k])}"
+            )
+
+    def load_ids_or_note(self, call: Call, topk_idx: torch.Tensor, ids_address: int, counts_address: int) -> None:
+        """The same, but a bad id becomes the call's problem, for all ranks to raise."""
+        try:
+            self.load_ids(topk_idx, ids_address, counts_address)
+        except ValueError as error:
+            call.problem = error
+
+    def plan_from_ids(
+        self, ids_of_rank: Sequence[int], counts_of_rank: Sequence[int], num_tokens_of_rank: tuple[int, ...]
+    ) -> Plan:
+        """The Plan where all ranks' ids and counts (addresses, as `load_ids` wrote them) can be read here."""
+        self._native.set_counts(counts_of_rank)
+        outgoing = self._outgoing(ids_of_rank[self.rank], num_tokens_of_rank[self.rank])
+        inbox, addresses = self._empty_box(self._native.routes_in)
+        crossings = self._native.number_incoming(ids_of_rank, num_tokens_of_rank, addresses)
+        return self._plan(num_tokens_of_rank, outgoing, _cut(inbox, crossings))
+
+    def words_to_send(
+        self, ids_address: int, counts_of_rank: Sequence[int], num_tokens: int
+    ) -> tuple[torch.Tensor, Outgoing]:
+        """Where ids stay with their rank: what the others must know of this rank's routes, int32 in outbox order."""
+        self._native.set_counts(counts_of_rank)
+        outgoing = self._outgoing(ids_address, num_tokens)
+        words = torch.empty(self._native.routes_out, dtype=torch.int32)
+        self._native.pack_words(ids_address, outgoing.outbox.addresses, words.data_ptr())
+        return words, outgoing
+
+    def plan_from_words(
+        self,
+        words: torch.Tensor,
+        words_of_rank: Sequence[int],
+        num_tokens_of_rank: tuple[int, ...],
+        outgoing: Outgoing,
+    ) -> Plan | None:
+        """The Plan from every rank's words for this rank, in rank order; None when they contradict the counts."""
+        inbox, addresses = self._empty_box(self._native.routes_in)
+        crossings = self._native.unpack_words(words.data_ptr(), words_of_rank, addresses)
+        if crossings < 0:
+            return None
+        # What peers send is numbered as it comes; this rank's own rows stay where they are.
+        inbox, outbox = _cut(inbox, crossings), outgoing.outbox
+        (into, _), (out_of, end) = (box.first[self.rank : self.rank + 2].tolist() for box in (inbox, outbox))
+        inbox.token[into : into + end - out_of] = outbox.token[out_of:end]
+        into, (out_of, end) = int(inbox.start[into]), outbox.start[[out_of, end]].tolist()
+        inbox.route[into : into + end - out_of] = outbox.route[out_of:end]
+        return self._plan(num_tokens_of_rank, outgoing, inbox)
+
+    def _empty_box(self, routes: int) -> tuple[Crossings, tuple[int, int, int, int, int]]:
+        """Arrays for at most one crossing per route, in one piece of memory."""
+        sizes = [self.num_ranks + 1, routes, routes + 1, routes, routes]
+        box = Crossings(*torch.split(torch.empty(sum(sizes), dtype=torch.int32), sizes))
+        return box, box.addresses
+
+    def _outgoing(self, ids_address: int, num_tokens: int) -> Outgoing:
+        dst = torch.empty(2, num_tokens, self.config.top_k, dtype=torch.int64)
+        dst_rank, dst_row = dst.unbind()
+        outbox, addresses = self._empty_box(self._native.routes_out)
+        crossings = self._native.number_outgoing(
+            ids_address, num_tokens, dst_rank.data_ptr(), dst_row.data_ptr(), addresses
+        )
+        return Outgoing(dst_rank, dst_row, _cut(outbox, crossings))
+
+    def _plan(self, num_tokens_of_rank: tuple[int, ...], outgoing: Outgoing, inbox: Crossings) -> Plan:
+        groups = first_expert(self.rank + 1, self.config.num_experts, self.num_ranks) - first_expert(
+            self.rank, self.config.num_experts, self.num_ranks
+        )
+        sizes = [groups, groups, self.num_ranks]
+        group_experts, group_sizes, rank_rows = torch.split(torch.empty(sum(sizes), dtype=torch.int64), sizes)
+        group_ends = torch.empty(groups, dtype=torch.int32)
+        self._native.write_groups(
+            group_experts.data_ptr(), group_sizes.data_ptr(), group_ends.data_ptr(), rank_rows.data_ptr()
+        )
+        return Plan(
+            num_tokens=num_tokens_of_rank[self.rank],
+            num_rows=self._native.num_rows,
+            num_groups=groups,
+            group_experts=group_experts,
+            group_sizes=group_sizes,
+            group_ends=group_ends,
+            replicas=torch.empty(self.num_ranks, 0, dtype=torch.int64),
+            rank_rows=rank_rows,
+            dst_rank=outgoing.dst_rank,
+            dst_row=outgoing.dst_row,
+            num_dropped=0,
+            num_tokens_of_rank=num_tokens_of_rank,
+            outbox=outgoing.outbox,
+            inbox=inbox,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Outgoing:
+    """One rank's own routes, numbered."""
+
+    dst_rank: torch.Tensor  # [T, K]
+    dst_row: torch.Tensor  # [T, K]
+    outbox: Crossings
+
+
+def _cut(box: Crossings, crossings: int) -> Crossings:
+    return Crossings(box.first, box.token[:crossings], box.start[: crossings + 1], box.route, box.row)

@@ -1,0 +1,149 @@
+"""Moves of rows on this rank, on tensors: the edge to the native row functions (`csrc/cpu/rows.h`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moonep import _C
+from moonep.config import DTYPES, BufferConfig
+from moonep.plan import Plan
+from moonep.transport.memory import Memory
+
+__all__ = ["Rows", "address", "crossing_range", "host_order"]
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Where a tensor's data is; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def host_order(host_of_rank: Sequence[int]) -> tuple[list[int], list[bool]]:
+    """The order in which ranks are summed, and which of them opens another host's sum.
+
+    Ranks ascend within a host; hosts go by their lowest rank.
+    """
+    lowest: dict[int, int] = {}
+    for rank, host in enumerate(host_of_rank):
+        lowest.setdefault(host, rank)
+    order = sorted(range(len(host_of_rank)), key=lambda rank: (lowest[host_of_rank[rank]], rank))
+    opens = [i > 0 and host_of_rank[rank] != host_of_rank[order[i - 1]] for i, rank in enumerate(order)]
+    return order, opens
+
+
+class Rows:
+    """Row moves for one Buffer. Memory that crosses ranks comes as addresses, everything of this rank as tensors."""
+
+    def __init__(self, config: BufferConfig, rank: int, host_of_rank: Sequence[int]):
+        self.config, self.rank = config, rank
+        self.memory = Memory()
+        self._order, self._opens_host = host_order(host_of_rank)
+
+    def empty_rows(self, plan: Plan) -> torch.Tensor:
+        """[N, H] for the rows of `plan`: padding is zero, the rest is uninitialised."""
+        rows = self.memory.empty((plan.num_rows, self.config.hidden), self.config.dtype)
+        _C.zero_padding(
+            address(rows),
+            self.config.row_bytes,
+            address(plan.group_sizes),
+            address(plan.group_ends),
+            plan.num_groups,
+        )
+        return rows
+
+    def expand(self, rows: torch.Tensor, src: int, plan: Plan, begin: int, end: int, first_token: int) -> None:
+        """Inbox crossings [begin, end) from `src`, which begins with token `first_token`, to their places in `rows`."""
+        _C.expand(
+            address(rows),
+            src,
+            self.config.row_bytes,
+            plan.inbox.addresses,
+            begin,
+            end,
+            first_token,
+            torch.get_num_threads(),
+        )
+
+    def expand_scaled(
+        self,
+        rows: torch.Tensor,
+        src: int,
+        plan: Plan,
+        begin: int,
+        end: int,
+        first_token: int,
+        row_weights: torch.Tensor | None,
+        other: torch.Tensor | None,
+        dots: torch.Tensor | None,
+    ) -> None:
+        """The same times `row_weights` [N]; dots[row] = <other[row], the row as it came>."""
+        _C.expand_scaled(
+            address(rows),
+            src,
+            self.config.hidden,
+            DTYPES[self.config.dtype],
+            address(row_weights),
+            address(other),
+            address(dots),
+            plan.inbox.addresses,
+            begin,
+            end,
+            first_token,
+            torch.get_num_threads(),
+        )
+
+    def pack(self, dst: int, x: torch.Tensor, plan: Plan, begin: int, end: int) -> None:
+        """The rows of outbox crossings [begin, end) of `x` [T, H], to `dst` one after the other."""
+        _C.pack(dst, address(x), self.config.row_bytes, plan.outbox.addresses, begin, end, torch.get_num_threads())
+
+    def sum_crossings(
+        self, dst: int, rows: torch.Tensor, row_weights: torch.Tensor | None, plan: Plan, begin: int, end: int
+    ) -> None:
+        """The float32 sums of inbox crossings [begin, end), to `dst` one after the other."""
+        _C.sum_crossings(
+            dst,
+            address(rows),
+            self.config.hidden,
+            DTYPES[self.config.dtype],
+            address(row_weights),
+            plan.inbox.addresses,
+            begin,
+            end,
+            torch.get_num_threads(),
+        )
+
+    def finish(
+        self,
+        sums: torch.Tensor,
+        rows: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        plan: Plan,
+        tokens: tuple[int, int],
+        sums_of_rank: Sequence[int],
+        first_crossing_of_rank: Sequence[int],
+    ) -> None:
+        """sums[t] for tokens [t0, t1): other ranks' sums from memory, this rank's from its `rows`."""
+        _C.finish(
+            address(sums),
+            self.config.hidden,
+            DTYPES[self.config.dtype],
+            self._order,
+            self._opens_host,
+            sums_of_rank,
+            first_crossing_of_rank,
+            self.rank,
+            address(rows),
+            address(row_weights),
+            plan.outbox.addresses,
+            plan.inbox.addresses,
+            *tokens,
+            torch.get_num_threads(),
+        )
+
+
+def crossing_range(first: torch.Tensor, token: torch.Tensor, peer: int, tokens: tuple[int, int]) -> tuple[int, int]:
+    """The crossings of `peer` whose token is in [t0, t1)."""
+    begin, end = int(first[peer]), int(first[peer + 1])
+    low, high = token[begin:end].numpy().searchsorted(tokens).tolist()
+    return begin + low, begin + high

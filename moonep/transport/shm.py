@@ -1,0 +1,234 @@
+"""Ranks of one machine over memory that all of them map. How they meet there is told in `csrc/cpu/shared.h`.
+
+Tokens pass in chunks through each rank's staging, which peers read in place: a row is written once by its source and
+once, at its final place, by every rank it goes to. Every phase is: write own staging, meet, read the others'.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from moonep import _C
+from moonep.config import BufferConfig
+from moonep.errors import MoonEPError, PeerLostError, PeerTimeoutError, TransportError
+from moonep.plan import Plan
+from moonep.transport.base import VERBS, Agreement, Call, Collected, Spread, Transport, agree
+from moonep.transport.group import Group
+from moonep.transport.planner import Planner
+from moonep.transport.rows import Rows, address, crossing_range
+
+__all__ = ["ShmTransport", "connect_shm"]
+
+_DONE, _TIMED_OUT, _LOST, _CLOSED, _ERROR = range(5)
+_KINDS: tuple[type[TransportError], ...] = (PeerLostError, PeerTimeoutError, TransportError)
+_LOST_KIND, _TIMEOUT_KIND, _CLOSED_KIND = 1, 2, 3
+
+
+def connect_shm(config: BufferConfig, group: Group, staging_bytes: int) -> tuple[ShmTransport | None, str]:
+    """The transport, or None and why ranks cannot share memory; the same on every rank. Collective."""
+    shared, refused = None, ""
+    try:
+        if sys.platform != "linux":
+            raise RuntimeError("the shm transport needs Linux")
+        if group.ranks_here < group.num_ranks:
+            raise RuntimeError("ranks are on several hosts")
+        if group.device.type != "cpu":
+            raise RuntimeError("the group carries no CPU tensors")
+        shared = _C.SharedGroup(group.rank, group.num_ranks, staging_bytes)
+    except RuntimeError as error:
+        refused = str(error)
+    mine: dict[str, Any] = {"refused": refused}
+    if shared is not None:
+        mine |= {"fd": shared.segment_fd, "nonce": shared.nonce.hex()}
+    records = group.gather_records(mine, "making a Buffer")
+    if not any(record["refused"] for record in records):
+        assert shared is not None
+        for peer, record in enumerate(records):
+            if peer != group.rank and not refused:
+                failure = shared.connect(peer, group.pids[peer], int(record["fd"]), bytes.fromhex(record["nonce"]))
+                refused = failure and f"cannot share memory with {group.names[peer]}: {failure}"
+    outcomes = group.gather_records({"refused": refused[:1000]}, "making a Buffer")
+    for rank, outcome in enumerate(outcomes):
+        if outcome["refused"]:
+            if shared is not None:
+                shared.close()
+            return None, f"{group.names[rank]}: {outcome['refused']}"
+    assert shared is not None
+    shared.release_fd()
+    return ShmTransport(config, group, shared, staging_bytes), ""
+
+
+class ShmTransport(Transport):
+    """The `shm` transport."""
+
+    name = "shm"
+
+    def __init__(self, config: BufferConfig, group: Group, shared: _C.SharedGroup, staging_bytes: int):
+        self._config, self._group, self._shared = config, group, shared
+        self._rank, self._ranks = group.rank, range(group.num_ranks)
+        self._others = [rank for rank in self._ranks if rank != group.rank]
+        self._planner = Planner(config, group.rank, group.num_ranks)
+        self._rows = Rows(config, group.rank, group.host_of_rank)
+        # Staging on the way out: rows of a chunk of tokens, then their weights.
+        self._spread_tokens = staging_bytes // (config.row_bytes + config.token_scalars_bytes)
+        self._weights_at = self._spread_tokens * config.row_bytes
+        # On the way home: per rank, the sums of a chunk of its tokens, then their scalars.
+        self._collect_tokens = staging_bytes // (group.num_ranks * (config.sum_bytes + config.token_scalars_bytes))
+        self._slot_bytes = self._collect_tokens * (config.sum_bytes + config.token_scalars_bytes)
+        self._scalars_at = self._collect_tokens * config.sum_bytes
+
+    # ---- meeting ----
+
+    def _staging(self, rank: int) -> int:
+        """Before a meeting: where to write. (The phase is the one about to be announced.)"""
+        return self._shared.staging(rank, self._shared.phase)
+
+    def _staged(self, rank: int) -> int:
+        """After a meeting: where to read what `rank` wrote."""
+        return self._shared.staging(rank, self._shared.phase - 1)
+
+    def agree(self, call: Call) -> Agreement:
+        self._shared.write_header(self._rank, call.pack())
+        self._meet(call)
+        return agree([self._shared.read_header(rank) for rank in self._ranks], self._group.names)
+
+    def _meet(self, call: Call) -> None:
+        self._shared.announce()
+        kind, peer, error = self._shared.wait(self._group.timeout_secs)
+        if kind == _DONE:
+            return
+        if kind != _ERROR:
+            # The first error that any rank records is what all of them raise.
+            code = {_TIMED_OUT: _TIMEOUT_KIND, _LOST: _LOST_KIND, _CLOSED: _CLOSED_KIND}[kind]
+            error = self._shared.record_error(code | VERBS.index(call.verb) << 8 | peer << 16)
+        raise self._error(error)
+
+    def _error(self, error: int) -> MoonEPError:
+        kind, verb, peer = error & 0xFF, VERBS[error >> 8 & 0xFF], error >> 16
+        who = self._group.describe([peer])
+        what = {
+            _LOST_KIND: f"{who} ended",
+            _TIMEOUT_KIND: f"no answer from {who} within {self._group.timeout_secs:g} s",
+            _CLOSED_KIND: f"{who} closed its Buffer",
+        }[kind]
+        return _KINDS[kind - 1](f"{verb}: {what}")
+
+    def _chunks(self, plan: Plan, chunk: int) -> range:
+        """The first tokens of the chunks, the same on every rank; one chunk even when nobody has tokens."""
+        return range(0, max(1, *plan.num_tokens_of_rank), chunk)
+
+    # ---- verbs ----
+
+    def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
+        own_counts = self._staging(self._rank)
+        self._planner.load_ids_or_note(call, topk_idx, own_counts + self._config.counts_bytes, own_counts)
+        agreement = self.agree(call)
+        counts_of_rank = [self._staged(rank) for rank in self._ranks]
+        ids_of_rank = [counts + self._config.counts_bytes for counts in counts_of_rank]
+        return self._planner.plan_from_ids(ids_of_rank, counts_of_rank, agreement.num_tokens_of_rank)
+
+    def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:
+        weights = torch.zeros(plan.num_rows)
+        _, _, _, route, row = plan.inbox.addresses
+
+        def take(rows: torch.Tensor, src: int, src_weights: int, begin: int, end: int, first_token: int) -> None:
+            self._rows.expand(rows, src, plan, begin, end, first_token)
+            at, after = int(plan.inbox.start[begin]), int(plan.inbox.start[end])
+            first_route = first_token * self._config.top_k
+            _C.move_floats(address(weights), row + 4 * at, 0, src_weights, route + 4 * at, first_route, after - at)
+
+        rows, agreement = self._spread(call, plan, x, route_weights, take)
+        return Spread(rows, weights, agreement)
+
+    def spread_scaled(
+        self, call: Call, plan: Plan, x: torch.Tensor, row_weights: torch.Tensor | None, other: torch.Tensor | None
+    ) -> Spread:
+        dots = None if other is None else torch.zeros(plan.num_rows)
+
+        def take(rows: torch.Tensor, src: int, _: int, begin: int, end: int, first_token: int) -> None:
+            self._rows.expand_scaled(rows, src, plan, begin, end, first_token, row_weights, other, dots)
+
+        rows, agreement = self._spread(call, plan, x, None, take)
+        return Spread(rows, dots, agreement)
+
+    def _spread(
+        self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor | None, take: Any
+    ) -> tuple[torch.Tensor, Agreement]:
+        """Stages `x` chunk by chunk; `take` brings the crossings of each source's chunk to their rows."""
+        agreement = rows = None
+        threads = torch.get_num_threads()
+        for first_token in self._chunks(plan, self._spread_tokens):
+            tokens = (first_token, first_token + self._spread_tokens)
+            mine = max(0, min(plan.num_tokens, tokens[1]) - first_token)
+            own_x = address(x) + first_token * self._config.row_bytes
+            own_weights = address(route_weights) + first_token * self._config.token_scalars_bytes
+            if mine:
+                staging = self._staging(self._rank)
+                _C.copy(staging, own_x, mine * self._config.row_bytes, threads)
+                if route_weights is not None:
+                    scalars_bytes = mine * self._config.token_scalars_bytes
+                    _C.copy(staging + self._weights_at, own_weights, scalars_bytes, threads)
+            if agreement is None or rows is None:
+                agreement = self.agree(call)
+                rows = self._rows.empty_rows(plan)
+            else:
+                self._meet(call)
+            for step in self._ranks:
+                source = (self._rank + step) % len(self._ranks)
+                begin, end = crossing_range(plan.inbox.first, plan.inbox.token, source, tokens)
+                staged = self._staged(source)
+                src, weights = (own_x, own_weights) if source == self._rank else (staged, staged + self._weights_at)
+                take(rows, src, weights, begin, end, first_token)
+        assert agreement is not None
+        assert rows is not None
+        return rows, agreement
+
+    def collect(
+        self,
+        call: Call,
+        plan: Plan,
+        rows: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        row_scalars: torch.Tensor | None,
+    ) -> Collected:
+        agreement = None
+        sums = self._rows.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
+        scalars = None if row_scalars is None else torch.zeros(plan.num_tokens, self._config.top_k)
+        for first_token in self._chunks(plan, self._collect_tokens):
+            tokens = (first_token, first_token + self._collect_tokens)
+            first_route = first_token * self._config.top_k
+            for source in self._others:
+                slot = self._staging(self._rank) + source * self._slot_bytes
+                begin, end = crossing_range(plan.inbox.first, plan.inbox.token, source, tokens)
+                self._rows.sum_crossings(slot, rows, row_weights, plan, begin, end)
+                if row_scalars is not None:
+                    _, _, _, route, row = plan.inbox.addresses
+                    at, after = int(plan.inbox.start[begin]), int(plan.inbox.start[end])
+                    to = slot + self._scalars_at
+                    _C.move_floats(to, route + 4 * at, first_route, address(row_scalars), row + 4 * at, 0, after - at)
+            if agreement is None:
+                agreement = self.agree(call)
+            else:
+                self._meet(call)
+            slots = [self._staged(rank) + self._rank * self._slot_bytes for rank in self._ranks]
+            ranges = [crossing_range(plan.outbox.first, plan.outbox.token, rank, tokens) for rank in self._ranks]
+            mine = (min(first_token, plan.num_tokens), min(tokens[1], plan.num_tokens))
+            self._rows.finish(sums, rows, row_weights, plan, mine, slots, [begin for begin, _ in ranges])
+            if scalars is not None:
+                _, _, _, route, row = plan.outbox.addresses
+                for rank, (begin, end) in enumerate(ranges):
+                    at, after = int(plan.outbox.start[begin]), int(plan.outbox.start[end])
+                    if rank == self._rank:
+                        src, index, base = address(row_scalars), row, 0
+                    else:
+                        src, index, base = slots[rank] + self._scalars_at, route, first_route
+                    _C.move_floats(address(scalars), route + 4 * at, 0, src, index + 4 * at, base, after - at)
+        assert agreement is not None
+        return Collected(sums, scalars, agreement)
+
+    def close(self) -> None:
+        self._shared.close()
+        self._rows.memory.close()
