@@ -125,7 +125,7 @@ class Buffer:
         def check() -> torch.Tensor:
             idx = checks.check_idx(topk_idx, self.config)
             if topk_weights is not None:
-                checks.check_weights("topk_weights", topk_weights, tuple(idx.shape))
+                checks.check_weights("topk_weights", topk_weights, tuple(idx.shape), idx.device)
             return idx
 
         return self._calls.plan(self._calls.checked("plan", check))
@@ -144,11 +144,11 @@ class Buffer:
 
         def check() -> tuple[torch.Tensor, torch.Tensor]:
             self._check_plan(plan)
-            checks.check_rows("x", x, plan.num_tokens, "the plan's tokens x hidden", self.config, self._calls.device)
+            checks.check_rows("x", x, plan.num_tokens, "the plan's tokens x hidden", self.config)
             shape = (plan.num_tokens, self.config.top_k)
             if topk_weights is None:
-                return x.contiguous(), torch.ones(shape)
-            checks.check_weights("topk_weights", topk_weights, shape)
+                return x.contiguous(), torch.ones(shape, device=x.device)
+            checks.check_weights("topk_weights", topk_weights, shape, x.device)
             return x.contiguous(), topk_weights.to(torch.float32).contiguous()
 
         dense_x, dense_weights = self._calls.checked("dispatch", check)
@@ -171,11 +171,10 @@ class Buffer:
 
         def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             self._check_plan(plan)
-            what = "the plan's rows x hidden"
-            checks.check_rows("expert_out", expert_out, plan.num_rows, what, self.config, self._calls.device)
+            checks.check_rows("expert_out", expert_out, plan.num_rows, "the plan's rows x hidden", self.config)
             if weights is None:
                 return expert_out.contiguous(), None
-            checks.check_weights("weights", weights, (plan.num_rows,))
+            checks.check_weights("weights", weights, (plan.num_rows,), expert_out.device)
             return expert_out.contiguous(), weights.to(torch.float32).contiguous()
 
         dense_rows, dense_weights = self._calls.checked("combine", check)
@@ -225,12 +224,21 @@ class Buffer:
             raise ForeignPlanError("plan: expected a plan of this Buffer, got one that another Buffer (or nobody) made")
 
 
+_CPU = torch.device("cpu")
+
+
+def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
 class _Calls:
-    """The order of calls: every exchange is numbered, opens with a header, and ends the Buffer when it fails."""
+    """The order of calls: every exchange is numbered, opens with a header, and ends the Buffer when it fails.
+
+    Transports move rows in host memory; tensors of a GPU are copied there and back.
+    """
 
     def __init__(self, group: Group, transport: Transport):
         self.transport = transport
-        self.device = group.device
         self.closed = ""  # why
         self.mark = object()
         self.anchor = torch.empty(0, requires_grad=True)
@@ -255,24 +263,31 @@ class _Calls:
 
     def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
         call = self._call("dispatch", plan, needs_grad)
-        return self._run(call, lambda call: self.transport.spread(call, plan, x, topk_weights))
+        spread = self._run(call, lambda call: self.transport.spread(call, plan, x.cpu(), topk_weights.cpu()))
+        return Spread(spread.rows.to(x.device), _to(spread.scalars, x.device), spread.agreement)
 
     def run_combine(
         self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool
     ) -> Collected:
         call = self._call("combine", plan, needs_grad)
-        return self._run(call, lambda call: self.transport.collect(call, plan, rows, row_weights, None))
+        weights = _to(row_weights, _CPU)
+        collected = self._run(call, lambda call: self.transport.collect(call, plan, rows.cpu(), weights, None))
+        return Collected(collected.sums.to(rows.device), None, collected.agreement)
 
     def run_dispatch_backward(self, plan: Plan, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> Collected:
         call = self._call("dispatch's backward", plan)
-        rows, scalars = grad_rows.contiguous(), grad_weights.contiguous()
-        return self._run(call, lambda call: self.transport.collect(call, plan, rows, None, scalars))
+        rows, scalars = grad_rows.contiguous().cpu(), grad_weights.contiguous().cpu()
+        collected = self._run(call, lambda call: self.transport.collect(call, plan, rows, None, scalars))
+        device = grad_rows.device
+        return Collected(collected.sums.to(device), _to(collected.scalars, device), collected.agreement)
 
     def run_combine_backward(
         self, plan: Plan, grad_y: torch.Tensor, row_weights: torch.Tensor | None, rows: torch.Tensor | None
     ) -> Spread:
-        call, dense = self._call("combine's backward", plan), grad_y.contiguous()
-        return self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, row_weights, rows))
+        call, dense = self._call("combine's backward", plan), grad_y.contiguous().cpu()
+        weights, other = _to(row_weights, _CPU), _to(rows, _CPU)
+        spread = self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, weights, other))
+        return Spread(spread.rows.to(grad_y.device), _to(spread.scalars, grad_y.device), spread.agreement)
 
     def _call(self, verb: str, plan: Plan, needs_grad: bool = False) -> Call:
         return Call(

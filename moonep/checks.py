@@ -14,7 +14,6 @@ __all__ = [
     "check_idx",
     "check_rows",
     "check_tensors",
-    "check_token_rows",
     "check_weights",
 ]
 
@@ -87,32 +86,30 @@ def check_idx(topk_idx: object, config: BufferConfig) -> torch.Tensor:
     return topk_idx
 
 
-def check_weights(name: str, weights: object, shape: tuple[int, ...]) -> torch.Tensor:
-    """Weights of any floating dtype; they are used as float32."""
+def check_weights(name: str, weights: object, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Weights of any floating dtype, where the rows are; they are used as float32."""
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(weights).__name__}")
     if not weights.dtype.is_floating_point:
         raise TypeError(f"{name}: expected a floating dtype, got {weights.dtype}")
     if tuple(weights.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(weights.shape)}")
+    if weights.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, where the rows are, got {weights.device}")
     return weights
 
 
-def check_rows(name: str, rows: object, num_rows: int, what: str, config: BufferConfig, device: torch.device) -> None:
-    """Rows [num_rows, H] in the payload dtype on the Buffer's device."""
+def check_rows(name: str, rows: object, num_rows: int, what: str, config: BufferConfig) -> torch.Tensor:
+    """Rows [num_rows, H] in the payload dtype."""
     if not isinstance(rows, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(rows).__name__}")
     if rows.dtype != config.dtype:
         raise ValueError(f"{name}: expected the Buffer's dtype {config.dtype}, got {rows.dtype}")
     if tuple(rows.shape) != (num_rows, config.hidden):
         raise ValueError(f"{name}: expected shape [{num_rows}, {config.hidden}] ({what}), got {list(rows.shape)}")
-    if rows.device.type != device.type:
-        raise ValueError(f"{name}: expected a tensor on {device.type}, got {rows.device}")
-
-
-def check_token_rows(x: object, num_tokens: int, config: BufferConfig, device: torch.device) -> None:
-    """dispatch's x [T, H]."""
-    check_rows("x", x, num_tokens, "the plan's tokens x hidden", config, device)
+    if rows.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: expected a tensor on cpu or cuda, got {rows.device}")
+    return rows
 
 
 def check_tensors(tensors: tuple[object, ...], num_local_experts: int) -> None:

@@ -65,7 +65,7 @@ class BufferConfig:
         one_token = max(
             self.row_bytes + self.token_scalars_bytes, num_ranks * (self.sum_bytes + self.token_scalars_bytes)
         )
-        return max(num_ranks * 4 * 2**20, one_token, self.counts_bytes + self.ids_bytes)
+        return max(num_ranks * 2**20, one_token, self.counts_bytes + self.ids_bytes)
 
     def step_bytes(self, max_tokens: int) -> int:
         """What a step with an even load holds at once on a rank: the rows received, and the experts' results."""
