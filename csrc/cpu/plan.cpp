@@ -143,9 +143,11 @@ int64_t HomePlanner::number_incoming(const std::vector<const int32_t*>& ids_of_r
                                      const CrossingArrays& in) const {
   const int32_t first = static_cast<int32_t>(homes_.first(rank_));
   const uint32_t count = static_cast<uint32_t>(homes_.count(rank_));
-  std::vector<int32_t> next_row(count);
+  std::vector<int32_t> next_row(count + 1);  // the last one takes what goes elsewhere
   for (uint32_t g = 0; g < count; ++g) next_row[g] = static_cast<int32_t>(starts_[first + g]);
 
+  // No branches: which ids live here cannot be foreseen. What is not counted is written over, or lies one behind the
+  // end, for which the arrays have room.
   int32_t c = 0, at = 0;
   for (int64_t s = 0; s < ranks_; ++s) {
     in.first[s] = c;
@@ -153,15 +155,14 @@ int64_t HomePlanner::number_incoming(const std::vector<const int32_t*>& ids_of_r
     for (int64_t t = 0; t < tokens_of_rank[s]; ++t) {
       const int32_t before = at;
       for (int64_t route = t * top_k_; route < (t + 1) * top_k_; ++route) {
-        const uint32_t group = static_cast<uint32_t>(ids[route] - first);  // -1 and other homes become large
-        if (group >= count) continue;
+        const uint32_t group = std::min(static_cast<uint32_t>(ids[route] - first), count);  // -1 becomes large
         in.route[at] = static_cast<int32_t>(route);
-        in.row[at++] = next_row[group]++;
+        in.row[at] = next_row[group]++;
+        at += group < count;
       }
-      if (at != before) {
-        in.token[c] = static_cast<int32_t>(t);
-        in.start[c++] = before;
-      }
+      in.token[c] = static_cast<int32_t>(t);
+      in.start[c] = before;
+      c += at != before;
     }
   }
   in.first[ranks_] = c;

@@ -17,7 +17,8 @@ template <typename Id>
 int64_t load_ids(const Id* ids, int64_t tokens, int64_t top_k, int64_t stride_t, int64_t stride_k, int64_t experts,
                  int32_t* dense, int32_t* counts);
 
-// Crossings as in moonep/plan.py; the arrays are the caller's, sized for one crossing per route.
+// Crossings as in moonep/plan.py; the arrays are the caller's, with room for one crossing per route
+// and one entry more.
 struct CrossingArrays {
   int32_t* first;  // [R + 1]
   int32_t* token;  // [C]

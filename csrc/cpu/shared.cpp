@@ -188,12 +188,16 @@ SharedGroup::Outcome SharedGroup::wait(int slice_ms) {
         sched_yield();
         continue;
       }
-      // The order matters: a peer that announced and then closed or ended has done its part.
-      const bool closed = theirs->closed.load(std::memory_order_acquire) != 0;
-      const bool lost = !is_alive(pidfd_[peer]);
-      if (reached(theirs->phase.load(std::memory_order_acquire), target)) break;
-      if (lost) return {Outcome::kLost, peer, 0};
-      if (closed) return {Outcome::kClosed, peer, 0};
+      // Any peer that is gone ends the wait, also one that is not waited for yet.
+      for (int64_t other = 0; other < ranks_; ++other) {
+        if (other == rank_) continue;
+        // The order matters: a peer that announced and then closed or ended has done its part.
+        const bool closed = flags(other)->closed.load(std::memory_order_acquire) != 0;
+        const bool lost = !is_alive(pidfd_[other]);
+        if (reached(flags(other)->phase.load(std::memory_order_acquire), target)) continue;
+        if (lost) return {Outcome::kLost, other, 0};
+        if (closed) return {Outcome::kClosed, other, 0};
+      }
       if (now >= end || sleep_on(peer, seen, std::min(kSleepNs, end - now))) return {Outcome::kPending, peer, 0};
     }
   }

@@ -29,6 +29,8 @@ class Group:
     def __init__(self, group: dist.ProcessGroup | None, timeout_secs: float):
         self.group, self.timeout_secs = group, timeout_secs
         self.rank = dist.get_rank(group) if group is not None else 0
+        if self.rank < 0:
+            raise ValueError("group: expected a group that this process belongs to")
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self.device = torch.device("cpu")
         self.names = ["rank 0"]

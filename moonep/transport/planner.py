@@ -95,8 +95,8 @@ class Planner:
         return self._plan(num_tokens_of_rank, outgoing, inbox)
 
     def _empty_box(self, routes: int) -> tuple[Crossings, tuple[int, int, int, int, int]]:
-        """Arrays for at most one crossing per route, in one piece of memory."""
-        sizes = [self.num_ranks + 1, routes, routes + 1, routes, routes]
+        """Arrays for at most one crossing per route, and one entry more, in one piece of memory."""
+        sizes = [self.num_ranks + 1, *[routes + 1] * 4]
         box = Crossings(*torch.split(torch.empty(sum(sizes), dtype=torch.int32), sizes))
         return box, box.addresses
 
@@ -147,4 +147,4 @@ class Outgoing:
 
 
 def _cut(box: Crossings, crossings: int) -> Crossings:
-    return Crossings(box.first, box.token[:crossings], box.start[: crossings + 1], box.route, box.row)
+    return Crossings(box.first, box.token[:crossings], box.start[: crossings + 1], box.route[:-1], box.row[:-1])
