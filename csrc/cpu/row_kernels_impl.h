@@ -1,5 +1,6 @@
-// The row kernels, written once in 16-wide vectors; each file that includes this compiles them for one instruction
-// set. Everything here has internal linkage.
+// The row kernels, written once in vectors of the instruction set that the including file is compiled for. Everything
+// here has internal linkage. Elements never mix but in `dot`, so the width changes no result; `dot` keeps its own
+// order.
 #pragma once
 
 #include <stdint.h>
@@ -16,33 +17,41 @@
 namespace moonep {
 namespace {
 
-typedef float F16 __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t U16 __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t H16 __attribute__((vector_size(32), aligned(2)));
-constexpr int64_t kWide = 16;
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kVectors = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kVectors = 8;
+#else
+constexpr int kLanes = 4, kVectors = 8;
+#endif
+constexpr int kColumns = kLanes * kVectors;  // what a sum keeps in registers
 
-// ---- dtypes: load 16 elements as fp32, store 16 rounded to nearest even ----
+typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+
+// ---- dtypes: load kLanes elements as fp32, store them rounded to nearest even ----
 
 struct Float32 {
   typedef float Element;
-  static F16 load(const Element* p) { return *reinterpret_cast<const F16*>(p); }
-  static void store(Element* p, F16 v) { *reinterpret_cast<F16*>(p) = v; }
+  static Floats load(const Element* p) { return *reinterpret_cast<const Floats*>(p); }
+  static void store(Element* p, Floats v) { *reinterpret_cast<Floats*>(p) = v; }
 };
 
 struct BFloat16 {
   typedef uint16_t Element;
-  static F16 load(const Element* p) {
-    const U16 bits = __builtin_convertvector(*reinterpret_cast<const H16*>(p), U16) << 16;
-    F16 v;
+  static Floats load(const Element* p) {
+    const Words bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
+    Floats v;
     memcpy(&v, &bits, sizeof v);
     return v;
   }
-  static void store(Element* p, F16 v) {
-    U16 bits;
+  static void store(Element* p, Floats v) {
+    Words bits;
     memcpy(&bits, &v, sizeof bits);
-    const U16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const U16 is_nan = (U16)(v != v);
-    *reinterpret_cast<H16*>(p) = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), H16);
+    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words is_nan = (Words)(v != v);
+    *reinterpret_cast<Halves*>(p) = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), Halves);
   }
 };
 
@@ -89,92 +98,85 @@ inline uint16_t float_to_half(float value) {
 
 struct Float16 {
   typedef uint16_t Element;
-  static F16 load(const Element* p) {
-    F16 v;
+  static Floats load(const Element* p) {
+    Floats v;
 #if defined(__AVX512F__)
     const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
     memcpy(&v, &wide, sizeof v);
 #elif defined(__F16C__)
-    const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-    const __m256 high = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
-    memcpy(&v, &low, 32);
-    memcpy(reinterpret_cast<char*>(&v) + 32, &high, 32);
+    const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+    memcpy(&v, &wide, sizeof v);
 #elif defined(__aarch64__)
-    for (int i = 0; i < 4; ++i) {
-      const float32x4_t part = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
-      memcpy(reinterpret_cast<char*>(&v) + 16 * i, &part, 16);
-    }
+    const float32x4_t wide = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+    memcpy(&v, &wide, sizeof v);
 #else
-    for (int i = 0; i < kWide; ++i) v[i] = half_to_float(p[i]);
+    for (int i = 0; i < kLanes; ++i) v[i] = half_to_float(p[i]);
 #endif
     return v;
   }
-  static void store(Element* p, F16 v) {
+  static void store(Element* p, Floats v) {
 #if defined(__AVX512F__)
     __m512 wide;
     memcpy(&wide, &v, sizeof wide);
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
-    __m256 low, high;
-    memcpy(&low, &v, 32);
-    memcpy(&high, reinterpret_cast<char*>(&v) + 32, 32);
-    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
-    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT));
+    __m256 wide;
+    memcpy(&wide, &v, sizeof wide);
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__aarch64__)
-    for (int i = 0; i < 4; ++i) {
-      float32x4_t part;
-      memcpy(&part, reinterpret_cast<char*>(&v) + 16 * i, 16);
-      vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(part)));
-    }
+    float32x4_t wide;
+    memcpy(&wide, &v, sizeof wide);
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(wide)));
 #else
-    for (int i = 0; i < kWide; ++i) p[i] = float_to_half(v[i]);
+    for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(v[i]);
 #endif
   }
 };
 
 // The last, narrower step of a row goes through a padded copy.
 template <typename T>
-F16 load_some(const typename T::Element* p, int64_t count) {
-  typename T::Element padded[kWide] = {};
+Floats load_some(const typename T::Element* p, int64_t count) {
+  typename T::Element padded[kLanes] = {};
   memcpy(padded, p, count * sizeof(*p));
   return T::load(padded);
 }
 
 template <typename T>
-void store_some(typename T::Element* p, F16 v, int64_t count) {
-  typename T::Element padded[kWide];
+void store_some(typename T::Element* p, Floats v, int64_t count) {
+  typename T::Element padded[kLanes];
   T::store(padded, v);
   memcpy(p, padded, count * sizeof(*p));
 }
 
+// Rows are read side by side, which the CPU's own prefetcher does not follow far.
+constexpr size_t kAhead = 512;
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // ---- sums ----
 
-// Columns [j, j + 16 * kVectors) of the rows, weighted, summed in order from +0, left in registers.
-template <typename T, int kVectors>
-inline void sum_columns(F16* sums, const void* const* rows, const float* weights, int64_t count, int64_t j) {
-  F16 acc[kVectors];
-  for (int v = 0; v < kVectors; ++v) acc[v] = F16{};
+// Columns [j, j + kColumns) of the rows, weighted, summed in order from +0, left in registers.
+template <typename T>
+inline void sum_columns(Floats* sums, const void* const* rows, const float* weights, int64_t count, int64_t j) {
+  Floats acc[kVectors];
+  for (int v = 0; v < kVectors; ++v) acc[v] = Floats{};
   for (int64_t i = 0; i < count; ++i) {
     const typename T::Element* row = (const typename T::Element*)rows[i] + j;
-    prefetch((const char*)row + 512);
-    if (kVectors * kWide * sizeof(*row) > 64) prefetch((const char*)row + 576);
+    for (size_t ahead = 0; ahead < kColumns * sizeof(*row); ahead += 64) prefetch((const char*)row + kAhead + ahead);
     if (weights) {
       const float weight = weights[i];
-      for (int v = 0; v < kVectors; ++v) acc[v] += T::load(row + v * kWide) * weight;
+      for (int v = 0; v < kVectors; ++v) acc[v] += T::load(row + v * kLanes) * weight;
     } else {
-      for (int v = 0; v < kVectors; ++v) acc[v] += T::load(row + v * kWide);
+      for (int v = 0; v < kVectors; ++v) acc[v] += T::load(row + v * kLanes);
     }
   }
   for (int v = 0; v < kVectors; ++v) sums[v] = acc[v];
 }
 
 template <typename T>
-inline F16 sum_some(const void* const* rows, const float* weights, int64_t count, int64_t j, int64_t valid) {
-  F16 acc = {};
+inline Floats sum_some(const void* const* rows, const float* weights, int64_t count, int64_t j, int64_t valid) {
+  Floats acc = {};
   for (int64_t i = 0; i < count; ++i) {
-    const F16 row = load_some<T>((const typename T::Element*)rows[i] + j, valid);
+    const Floats row = load_some<T>((const typename T::Element*)rows[i] + j, valid);
     acc += weights ? row * weights[i] : row;
   }
   return acc;
@@ -182,51 +184,49 @@ inline F16 sum_some(const void* const* rows, const float* weights, int64_t count
 
 template <typename T>
 void sum_rows(float* dst, const void* const* rows, const float* weights, int64_t count, int64_t n) {
-  constexpr int kVectors = 4;
   int64_t j = 0;
-  for (; j + kVectors * kWide <= n; j += kVectors * kWide) {
-    F16 sums[kVectors];
-    sum_columns<T, kVectors>(sums, rows, weights, count, j);
-    for (int v = 0; v < kVectors; ++v) Float32::store(dst + j + v * kWide, sums[v]);
+  for (; j + kColumns <= n; j += kColumns) {
+    Floats sums[kVectors];
+    sum_columns<T>(sums, rows, weights, count, j);
+    for (int v = 0; v < kVectors; ++v) Float32::store(dst + j + v * kLanes, sums[v]);
   }
-  for (; j < n; j += kWide) {
-    const int64_t valid = n - j < kWide ? n - j : kWide;
+  for (; j < n; j += kLanes) {
+    const int64_t valid = n - j < kLanes ? n - j : kLanes;
     store_some<Float32>(dst + j, sum_some<T>(rows, weights, count, j, valid), valid);
   }
 }
 
 template <typename T>
 void sum_parts(void* dst_void, const Part* parts, int64_t count, int64_t n) {
-  constexpr int kVectors = 4;
   typename T::Element* dst = (typename T::Element*)dst_void;
   int64_t j = 0;
-  for (; j + kVectors * kWide <= n; j += kVectors * kWide) {
-    F16 total[kVectors] = {}, host[kVectors] = {};
+  for (; j + kColumns <= n; j += kColumns) {
+    Floats total[kVectors] = {}, host[kVectors] = {};
     for (int64_t p = 0; p < count; ++p) {
       if (parts[p].opens_host) {
         for (int v = 0; v < kVectors; ++v) {
           total[v] += host[v];
-          host[v] = F16{};
+          host[v] = Floats{};
         }
       }
       if (parts[p].sum) {
-        prefetch(parts[p].sum + j + 128);
-        for (int v = 0; v < kVectors; ++v) host[v] += Float32::load(parts[p].sum + j + v * kWide);
+        for (int at = 0; at < kColumns; at += 16) prefetch(parts[p].sum + j + kAhead / 4 + at);
+        for (int v = 0; v < kVectors; ++v) host[v] += Float32::load(parts[p].sum + j + v * kLanes);
       } else {
-        F16 sums[kVectors];
-        sum_columns<T, kVectors>(sums, parts[p].rows, parts[p].weights, parts[p].count, j);
+        Floats sums[kVectors];
+        sum_columns<T>(sums, parts[p].rows, parts[p].weights, parts[p].count, j);
         for (int v = 0; v < kVectors; ++v) host[v] += sums[v];
       }
     }
-    for (int v = 0; v < kVectors; ++v) T::store(dst + j + v * kWide, total[v] + host[v]);
+    for (int v = 0; v < kVectors; ++v) T::store(dst + j + v * kLanes, total[v] + host[v]);
   }
-  for (; j < n; j += kWide) {
-    const int64_t valid = n - j < kWide ? n - j : kWide;
-    F16 total = {}, host = {};
+  for (; j < n; j += kLanes) {
+    const int64_t valid = n - j < kLanes ? n - j : kLanes;
+    Floats total = {}, host = {};
     for (int64_t p = 0; p < count; ++p) {
       if (parts[p].opens_host) {
         total += host;
-        host = F16{};
+        host = Floats{};
       }
       host += parts[p].sum ? load_some<Float32>(parts[p].sum + j, valid)
                            : sum_some<T>(parts[p].rows, parts[p].weights, parts[p].count, j, valid);
@@ -240,28 +240,29 @@ void scale(void* dst_void, const void* src_void, float weight, int64_t n) {
   typename T::Element* dst = (typename T::Element*)dst_void;
   const typename T::Element* src = (const typename T::Element*)src_void;
   int64_t j = 0;
-  for (; j + kWide <= n; j += kWide) T::store(dst + j, T::load(src + j) * weight);
+  for (; j + kLanes <= n; j += kLanes) T::store(dst + j, T::load(src + j) * weight);
   if (j < n) store_some<T>(dst + j, load_some<T>(src + j, n - j) * weight, n - j);
 }
 
+// Element j is added into place j % 32, whatever the width of a vector; then the places are added up.
 template <typename T>
 float dot(const void* a_void, const void* b_void, int64_t n) {
+  constexpr int kPlaces = 32, kParts = kPlaces / kLanes;
   const typename T::Element* a = (const typename T::Element*)a_void;
   const typename T::Element* b = (const typename T::Element*)b_void;
-  F16 acc[2] = {};
+  Floats acc[kParts] = {};
   int64_t j = 0;
-  for (; j + 2 * kWide <= n; j += 2 * kWide) {
-    prefetch((const char*)(a + j) + 512);
-    acc[0] += T::load(a + j) * T::load(b + j);
-    acc[1] += T::load(a + j + kWide) * T::load(b + j + kWide);
+  for (; j + kPlaces <= n; j += kPlaces) {
+    prefetch((const char*)(a + j) + kAhead);
+    for (int v = 0; v < kParts; ++v) acc[v] += T::load(a + j + v * kLanes) * T::load(b + j + v * kLanes);
   }
-  for (; j < n; j += kWide) {
-    const int64_t valid = n - j < kWide ? n - j : kWide;
-    acc[0] += load_some<T>(a + j, valid) * load_some<T>(b + j, valid);
+  for (int v = 0; j < n; j += kLanes, ++v) {
+    const int64_t valid = n - j < kLanes ? n - j : kLanes;
+    acc[v] += load_some<T>(a + j, valid) * load_some<T>(b + j, valid);
   }
-  acc[0] += acc[1];
   float total = 0;
-  for (int i = 0; i < kWide; ++i) total += acc[0][i];
+  for (int v = 0; v < kParts; ++v)
+    for (int i = 0; i < kLanes; ++i) total += acc[v][i];
   return total;
 }
 
