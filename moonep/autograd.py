@@ -46,7 +46,7 @@ def dispatch(
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
     if not needs_grad:
         x, topk_weights = x.detach(), topk_weights.detach()
-    with torch.enable_grad():
+    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
         outputs: tuple[torch.Tensor, torch.Tensor] = _Dispatch.apply(  # type: ignore[no-untyped-call]
             verbs.anchor, x, topk_weights, verbs, plan, needs_grad
         )
@@ -60,7 +60,7 @@ def combine(verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Ten
     )
     if not needs_grad:
         rows, row_weights = rows.detach(), None if row_weights is None else row_weights.detach()
-    with torch.enable_grad():
+    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
         y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
             verbs.anchor, rows, row_weights, verbs, plan, needs_grad
         )
@@ -104,10 +104,11 @@ class _Combine(torch.autograd.Function):
         needs_grad: bool,
     ) -> torch.Tensor:
         ctx.verbs, ctx.plan, ctx.weighted = verbs, plan, row_weights is not None
-        ctx.save_for_backward(*((rows, row_weights) if row_weights is not None else ()))
         sums, _, agreement = verbs.run_combine(plan, rows, row_weights, needs_grad)
         if not agreement.needs_grad:
             ctx.mark_non_differentiable(sums)
+        elif row_weights is not None:
+            ctx.save_for_backward(rows, row_weights)
         return sums
 
     @staticmethod

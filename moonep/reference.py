@@ -1,11 +1,14 @@
-"""The definition: dispatch and combine over plain `all_to_all_single`, the way one writes them by hand.
+"""The definition: expert parallelism the way one writes it by hand over plain torch.distributed.
 
-Every routed row is sent on its own; nothing is deduplicated, nothing is native. The transports give the same bits.
+Every routed row is permuted by destination rank, sent with `all_to_all_single`, and sorted by expert at the receiver;
+results go home raw and are summed there. No dedup, no native code, nothing cached: right first, and the baseline of the
+benchmark. All functions are collective, and differentiable: while gradients are enabled every output hangs on the
+graph, so that every rank takes part in the backward, whatever its inputs need. All ranks must agree on the grad mode
+and on which weights are passed.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,39 +21,35 @@ from moonep.plan import Received, first_expert
 
 __all__ = ["ReferencePlan", "combine", "dispatch", "plan"]
 
+# Sums go block by block, so that what is added to stays in the cache.
+_BLOCK_ELEMENTS = 2**16
+
 
 @dataclass(frozen=True, eq=False)
 class ReferencePlan:
-    """The public fields mean what they mean in `moonep.Plan`."""
+    """Where the routes of one `topk_idx` go. The public fields are those of `moonep.Plan`; int64 unless said."""
 
-    num_tokens: int  # T
-    num_rows: int  # N
+    num_tokens: int  # T, on this rank
+    num_rows: int  # N, rows received here, padding included
     num_groups: int  # G
-    group_experts: torch.Tensor  # [G]
-    group_sizes: torch.Tensor  # [G]
-    group_ends: torch.Tensor  # [G] int32
-    replicas: torch.Tensor  # [R, 0]
-    rank_rows: torch.Tensor  # [R]
-    dst_rank: torch.Tensor  # [T, K]
-    dst_row: torch.Tensor  # [T, K]
-    num_dropped: int
-    group: dist.ProcessGroup | None = field(repr=False)
-    sent_sizes: list[int] = field(repr=False)  # [R] routes to each rank
-    received_sizes: list[int] = field(repr=False)  # [R] routes from each rank
-    sent_routes: torch.Tensor = field(repr=False)  # [M] flat t * K + k, by (destination, t, k)
-    received_rows: torch.Tensor = field(repr=False)  # [M'] the row of each route that comes, by (source, t, k)
-    rank_order: list[tuple[int, bool]] = field(repr=False)  # ranks as they are summed, and whether one opens a host
-
-
-def _exchange(
-    data: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """data [sum of sent_sizes, ...] to every rank; what came [sum of received_sizes, ...]."""
-    if group is None:
-        return data
-    received = data.new_empty(sum(received_sizes), *data.shape[1:])
-    dist.all_to_all_single(received, data.contiguous(), received_sizes, sent_sizes, group=group)
-    return received
+    group_experts: torch.Tensor  # [G]     the expert of each group
+    group_sizes: torch.Tensor  # [G]       real rows of each group
+    group_ends: torch.Tensor  # [G] int32  where each padded group ends: torch._grouped_mm's offs
+    replicas: torch.Tensor  # [R, 0]       none
+    rank_rows: torch.Tensor  # [R]         real rows received by every rank
+    dst_rank: torch.Tensor  # [T, K]       the rank that each route goes to, -1: none
+    dst_row: torch.Tensor  # [T, K]        its row there, -1: none
+    num_dropped: int  # 0
+    # Routes (t * K + k) in the order they are sent: by (destination rank, t, k).
+    sent_route: torch.Tensor = field(repr=False)  # [M]
+    sent_token: torch.Tensor = field(repr=False)  # [M] their tokens
+    send_sizes: list[int] = field(repr=False)  # [R]
+    # Rows in the order they come: by (source rank, t, k).
+    receive_sizes: list[int] = field(repr=False)  # [R]
+    row_of_received: torch.Tensor = field(repr=False)  # [M']
+    received_of_row: torch.Tensor = field(repr=False)  # [N], M' for padding
+    group: dist.ProcessGroup | None = field(repr=False)  # None: one process alone
+    ranks_of_host: list[list[int]] = field(repr=False)  # hosts by their lowest rank
 
 
 def plan(
@@ -61,175 +60,278 @@ def plan(
     expert_alignment: int = 1,
     hosts: Sequence[int] | None = None,
 ) -> ReferencePlan:
-    """Where the routes of `topk_idx` [T, K] (-1: no route) go under `Home`. Collective.
+    """Decides where every route goes.
 
-    `hosts` [R] is a number per rank; ranks of equal number are on one host (None: all are). It only orders sums.
+    Args:
+        topk_idx: [T, K] int32 or int64; -1 for no route.
+        num_experts: E, in all ranks together.
+        group: None: the default group, or one process alone when torch.distributed is not initialised.
+        expert_alignment: every expert's rows are padded to a multiple of this many.
+        hosts: [R] the host of every rank, for the order of sums; None: one host.
+
+    Raises:
+        TypeError: another dtype (on this rank only).
+        ValueError: an id that is neither -1 nor an expert, on every rank.
     """
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_idx: expected int32 or int64, got {topk_idx.dtype}")
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-    top_k = topk_idx.shape[1]
+    num_ranks = dist.get_world_size(group) if group is not None else 1
+    rank = dist.get_rank(group) if group is not None else 0
+    (num_tokens, top_k), device = topk_idx.shape, topk_idx.device
     ids = topk_idx.reshape(-1).long()
+    counts_RE = _gather_counts(ids, top_k, num_experts, group, num_ranks)
 
-    counts_RE = _all_counts(ids, num_experts, group, ranks)
-    firsts = [first_expert(r, num_experts, ranks) for r in range(ranks + 1)]
-    home_of_expert = torch.repeat_interleave(torch.arange(ranks), torch.tensor(firsts).diff())
-    routes_RR = torch.stack([part.sum(1) for part in counts_RE.split(torch.tensor(firsts).diff().tolist(), 1)], 1)
-
-    # Groups start at multiples of the alignment, on every home.
+    # Groups: every expert's rows at its home, padded.
+    first = [first_expert(r, num_experts, num_ranks) for r in range(num_ranks + 1)]
+    mine = slice(first[rank], first[rank + 1])
+    home_E = torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(first).diff()).to(device)
     sizes_E = counts_RE.sum(0)
     padded_E = (sizes_E + expert_alignment - 1) // expert_alignment * expert_alignment
-    ends_E = torch.cat([padded_E[a:b].cumsum(0) for a, b in itertools.pairwise(firsts)])
-    starts_RE = (ends_E - padded_E) + counts_RE.cumsum(0) - counts_RE  # where each source's rows of an expert begin
+    ends_E = padded_E.cumsum(0)
+    rows_before_R = torch.nn.functional.pad(ends_E, (1, 0))[first[:-1]]  # of the ranks before
+    ends_E = ends_E - rows_before_R[home_E]
+    num_rows = int(ends_E[first[rank + 1] - 1]) if mine.stop > mine.start else 0
 
-    # Sending: stable by destination. Expert ids go along, so that the receiver can sort.
-    real = (ids >= 0).nonzero().squeeze(1)
-    home = home_of_expert[ids[real]]
-    sent_routes = real[home.argsort(stable=True)]
-    sent_sizes, received_sizes = routes_RR[rank].tolist(), routes_RR[:, rank].tolist()
-    received_ids = _exchange(ids[sent_routes], received_sizes, sent_sizes, group)
+    # Routes by destination rank. Within an expert, rows go by (source rank, t, k).
+    routes = (ids >= 0).nonzero().squeeze(1)
+    experts = ids[routes]
+    dst_rank = torch.full_like(ids, -1).index_copy_(0, routes, home_E[experts])
+    sent_route = routes[home_E[experts].argsort(stable=True)]
+    by_expert = experts.argsort(stable=True)
+    before_E = counts_RE[rank].cumsum(0) - counts_RE[rank]
+    starts_E = ends_E - padded_E + counts_RE[:rank].sum(0)
+    place = torch.arange(len(routes), device=device) + (starts_E - before_E)[experts[by_expert]]
+    dst_row = torch.full_like(ids, -1).index_copy_(0, routes[by_expert], place)
 
-    # Receiving: stable by expert, so (expert, source, t, k).
-    source = torch.repeat_interleave(torch.arange(ranks), torch.tensor(received_sizes))
-    received_rows = _numbered(received_ids, source, starts_RE)
-
-    dst_rank, dst_row = torch.full_like(ids, -1), torch.full_like(ids, -1)
-    dst_rank[real] = home
-    dst_row[real] = _numbered(ids[real], torch.full_like(real, rank), starts_RE)
-    mine = slice(firsts[rank], firsts[rank + 1])
-    group_ends = ends_E[mine]
+    per_rank_RR = torch.stack([counts_RE[:, first[r] : first[r + 1]].sum(1) for r in range(num_ranks)], dim=1)
+    send_sizes, receive_sizes = per_rank_RR[rank].tolist(), per_rank_RR[:, rank].tolist()
+    received_experts = torch.empty(sum(receive_sizes), dtype=torch.int32, device=device)
+    _exchange(received_experts, ids[sent_route].int(), receive_sizes, send_sizes, group)
+    received_by_row = received_experts.argsort(stable=True)
+    padding_G = (padded_E - sizes_E)[mine]
+    shift_G = padding_G.cumsum(0) - padding_G  # of a group's rows, by the padding before it
+    rows = torch.arange(len(received_by_row), device=device) + shift_G.repeat_interleave(sizes_E[mine])
     return ReferencePlan(
-        num_tokens=topk_idx.shape[0],
-        num_rows=int(group_ends[-1]) if len(group_ends) else 0,
-        num_groups=len(group_ends),
-        group_experts=torch.arange(num_experts)[mine],
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_groups=mine.stop - mine.start,
+        group_experts=torch.arange(mine.start, mine.stop, device=device),
         group_sizes=sizes_E[mine],
-        group_ends=group_ends.int(),
-        replicas=torch.empty(ranks, 0, dtype=torch.int64),
-        rank_rows=routes_RR.sum(0),
-        dst_rank=dst_rank.view(-1, top_k),
-        dst_row=dst_row.view(-1, top_k),
+        group_ends=ends_E[mine].int(),
+        replicas=torch.empty(num_ranks, 0, dtype=torch.int64, device=device),
+        rank_rows=per_rank_RR.sum(0),
+        dst_rank=dst_rank.view(num_tokens, top_k),
+        dst_row=dst_row.view(num_tokens, top_k),
         num_dropped=0,
+        sent_route=sent_route,
+        sent_token=sent_route // top_k,
+        send_sizes=send_sizes,
+        receive_sizes=receive_sizes,
+        row_of_received=torch.empty_like(rows).index_copy_(0, received_by_row, rows),
+        received_of_row=torch.full((num_rows,), len(rows), device=device).index_copy_(0, rows, received_by_row),
         group=group,
-        sent_sizes=sent_sizes,
-        received_sizes=received_sizes,
-        sent_routes=sent_routes,
-        received_rows=received_rows,
-        rank_order=_rank_order(hosts if hosts is not None else [0] * ranks),
+        ranks_of_host=_ranks_of_host(hosts if hosts is not None else [0] * num_ranks),
     )
 
 
-def _all_counts(ids: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None, ranks: int) -> torch.Tensor:
-    """Routes per expert [R, E] of every rank."""
-    counts_E = torch.bincount(ids[ids >= 0], minlength=num_experts)
-    if group is None:
-        return counts_E[None]
-    counts_RE = [torch.empty_like(counts_E) for _ in range(ranks)]
-    dist.all_gather(counts_RE, counts_E, group=group)
-    return torch.stack(counts_RE)
-
-
-def _numbered(ids: torch.Tensor, source: torch.Tensor, starts_RE: torch.Tensor) -> torch.Tensor:
-    """The row of each route: where its source's rows of its expert begin, plus how many came before it."""
-    key = source * starts_RE.shape[1] + ids
-    order = key.argsort(stable=True)
-    sorted_key = key[order]
-    before = torch.arange(len(key)) - torch.searchsorted(sorted_key, sorted_key)
-    rows = torch.empty_like(key)
-    rows[order] = starts_RE.reshape(-1)[sorted_key] + before
-    return rows
-
-
-def _rank_order(hosts: Sequence[int]) -> list[tuple[int, bool]]:
-    """Ranks ascend within a host; hosts go by their lowest rank."""
-    by_host: dict[int, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    return [(rank, i == 0) for ranks in by_host.values() for i, rank in enumerate(ranks)]
-
-
 def dispatch(x: torch.Tensor, plan: ReferencePlan, topk_weights: torch.Tensor | None = None) -> Received:
-    """Rows [N, H] of `x` [T, H], and weights [N] of `topk_weights` [T, K] (None: 1). Collective, differentiable."""
-    if topk_weights is None:
-        topk_weights = torch.ones(plan.dst_row.shape)
-    rows, weights = _Dispatch.apply(x, topk_weights.float(), plan)  # type: ignore[no-untyped-call]
+    """Carries tokens to their experts' ranks.
+
+    Args:
+        x: [T, H] bfloat16, float16 or float32.
+        plan: of this rank.
+        topk_weights: [T, K], any floating dtype; None: 1 for every route.
+
+    Returns:
+        Received: x [N, H] grouped by expert, and weights [N] float32; padding is zeros of weight 0.
+    """
+    if topk_weights is not None:
+        topk_weights = topk_weights.float()
+    rows, weights = _Dispatch.apply(_anchor(), x, topk_weights, plan)  # type: ignore[no-untyped-call]
     return Received(rows, weights)
 
 
 def combine(expert_out: torch.Tensor, plan: ReferencePlan, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """For every token the sum of its rows [N, H] times `weights` [N] (None: 1). Collective, differentiable."""
+    """Brings results home and sums them.
+
+    Sums start at +0 in float32, k ascending within a rank, ranks ascending within a host, hosts by their lowest rank;
+    a weighted row is rounded to float32 before it is added, and the sum once at the end.
+
+    Args:
+        expert_out: [N, H], rows as `dispatch` gave them. Padding rows are not read.
+        plan: of this rank.
+        weights: [N], any floating dtype; None: the plain sum.
+
+    Returns:
+        [T, H] in the dtype of `expert_out`; zeros for a token without routes.
+    """
     if weights is not None:
         weights = weights.float()
-    y: torch.Tensor = _Combine.apply(expert_out, weights, plan)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Combine.apply(_anchor(), expert_out, weights, plan)  # type: ignore[no-untyped-call]
     return y
-
-
-def _send_out(values: torch.Tensor, plan: ReferencePlan) -> torch.Tensor:
-    """One value per sent route, to its row; padding is zero."""
-    received = _exchange(values, plan.received_sizes, plan.sent_sizes, plan.group)
-    rows = received.new_zeros(plan.num_rows, *received.shape[1:])
-    rows[plan.received_rows] = received
-    return rows
-
-
-def _bring_home(rows: torch.Tensor, plan: ReferencePlan) -> torch.Tensor:
-    """The value of each sent route, from its row: the inverse of `_send_out`."""
-    return _exchange(rows[plan.received_rows], plan.sent_sizes, plan.received_sizes, plan.group)
-
-
-def _sum_at_home(rows: torch.Tensor, weights: torch.Tensor | None, plan: ReferencePlan) -> torch.Tensor:
-    """float32: rows of a rank in the order of k, then the ranks of a host, then hosts; rounded once."""
-    values = _bring_home(rows, plan)
-    factors = None if weights is None else _bring_home(weights, plan)
-    token = plan.sent_routes // plan.dst_row.shape[1]
-    starts = [0, *torch.tensor(plan.sent_sizes).cumsum(0).tolist()]
-    total = torch.zeros(plan.num_tokens, rows.shape[1])
-    host = torch.zeros_like(total)
-    for rank, opens_host in plan.rank_order:
-        part = slice(starts[rank], starts[rank + 1])
-        wide = values[part].float()
-        if factors is not None:
-            wide *= factors[part, None]
-        if opens_host:
-            total += host
-            host.zero_()
-        host += torch.zeros_like(total).index_add_(0, token[part], wide)
-    return (total + host).to(rows.dtype)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor, plan: ReferencePlan
+        ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor | None, plan: ReferencePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.plan = plan
-        rows = _send_out(x[plan.sent_routes // topk_weights.shape[1]], plan)
-        return rows, _send_out(topk_weights.reshape(-1)[plan.sent_routes], plan)
+        ctx.plan, ctx.weighted = plan, topk_weights is not None
+        rows = _to_rows(_send(x, plan.sent_token, plan), plan)
+        if topk_weights is None:
+            weights = torch.ones(len(plan.row_of_received) + 1, device=x.device)
+            weights[-1] = 0
+        else:
+            weights = _send(topk_weights.reshape(-1), plan.sent_route, plan)
+        return rows, _to_rows(weights, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> tuple[Any, ...]:
-        grad_topk = torch.zeros(ctx.plan.dst_row.numel())
-        grad_topk[ctx.plan.sent_routes] = _bring_home(grad_weights, ctx.plan)
-        return _sum_at_home(grad_rows, None, ctx.plan), grad_topk.view(ctx.plan.dst_row.shape), None
+        plan: ReferencePlan = ctx.plan
+        grad_x = _sum_at_home(_send_home(grad_rows, plan), None, plan)
+        if not ctx.weighted:
+            return None, grad_x, None, None
+        grad_topk = torch.zeros(plan.dst_row.numel(), device=grad_rows.device)
+        grad_topk[plan.sent_route] = _send_home(grad_weights, plan)
+        return None, grad_x, grad_topk.view_as(plan.dst_row), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor | None, plan: ReferencePlan) -> torch.Tensor:
-        ctx.plan, ctx.weighted = plan, weights is not None
-        ctx.save_for_backward(*((rows, weights) if weights is not None else ()))
-        return _sum_at_home(rows, weights, plan)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None, plan: ReferencePlan
+    ) -> torch.Tensor:
+        ctx.plan = plan
+        # The rows are only wanted for the gradient of the weights.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, weights)
+        home_weights = None if weights is None else _send_home(weights, plan)
+        return _sum_at_home(_send_home(rows, plan), home_weights, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
-        plan = ctx.plan
-        grad = _send_out(grad_y[plan.sent_routes // plan.dst_row.shape[1]], plan)
-        if not ctx.weighted:
-            return grad, None, None
+        plan: ReferencePlan = ctx.plan
         rows, weights = ctx.saved_tensors
-        dots = torch.zeros(plan.num_rows)
-        real = plan.received_rows
-        dots[real] = (rows[real].float() * grad[real].float()).sum(1)
-        return (grad.float() * weights[:, None]).to(grad.dtype), dots, None
+        grads = _send(grad_y, plan.sent_token, plan)
+        dots = None
+        if rows is not None:
+            dots = torch.zeros(len(grads), device=grads.device)
+            for block in _blocks(grads[:-1]):
+                dots[block] = (rows[plan.row_of_received[block]].float() * grads[block].float()).sum(1)
+            dots = _to_rows(dots, plan)
+        if weights is not None:
+            for block in _blocks(grads[:-1]):
+                grads[block] = grads[block].float() * weights[plan.row_of_received[block], None]
+        return None, _to_rows(grads, plan), dots, None
+
+
+def _anchor() -> torch.Tensor:
+    """An input that needs a gradient, so that every output does."""
+    return torch.empty(0, requires_grad=True)
+
+
+def _gather_counts(
+    ids: torch.Tensor, top_k: int, num_experts: int, group: dist.ProcessGroup | None, num_ranks: int
+) -> torch.Tensor:
+    """How many routes every rank has for every expert, [R, E]; raises on all ranks if any has a bad id."""
+    routed = (ids >= 0) & (ids < num_experts)
+    bad = (~routed & (ids != -1)).nonzero().squeeze(1)[:1]
+    counts = torch.bincount(ids[routed], minlength=num_experts)
+    mine = torch.cat([torch.cat([bad, ids[bad]]) if len(bad) else bad.new_full((2,), -1), counts])
+    gathered = mine.new_empty(num_ranks, len(mine))
+    if group is None:
+        gathered[0] = mine
+    else:
+        dist.all_gather(list(gathered.unbind()), mine, group=group)
+    for rank, (route, value) in enumerate(gathered[:, :2].tolist()):
+        if route >= 0:
+            raise ValueError(
+                f"plan: rank {rank}: topk_idx[{route // top_k}, {route % top_k}]: expected -1 (no route) or an expert "
+                f"in [0, {num_experts}), got {value}"
+            )
+    return gathered[:, 2:]
+
+
+def _ranks_of_host(hosts: Sequence[int]) -> list[list[int]]:
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return list(ranks.values())
+
+
+def _exchange(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    receive_sizes: list[int],
+    send_sizes: list[int],
+    group: dist.ProcessGroup | None,
+) -> None:
+    if group is None:
+        received.copy_(sent)
+    else:
+        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+
+
+def _send(values: torch.Tensor, index: torch.Tensor, plan: ReferencePlan) -> torch.Tensor:
+    """values[index] to the rows' ranks: [M' + 1, ...], as they come, then zeros for padding."""
+    received = values.new_empty(sum(plan.receive_sizes) + 1, *values.shape[1:])
+    received[-1] = 0
+    _exchange(received[:-1], values.index_select(0, index), plan.receive_sizes, plan.send_sizes, plan.group)
+    return received
+
+
+def _send_home(values: torch.Tensor, plan: ReferencePlan) -> torch.Tensor:
+    """Values of rows [N, ...] to the routes' ranks: [M, ...] in the order of `sent_route`."""
+    received = values.new_empty(sum(plan.send_sizes), *values.shape[1:])
+    _exchange(received, values.index_select(0, plan.row_of_received), plan.send_sizes, plan.receive_sizes, plan.group)
+    return received
+
+
+def _to_rows(received: torch.Tensor, plan: ReferencePlan) -> torch.Tensor:
+    """[M' + 1, ...] as `_send` gave it -> [N, ...], sorted by expert."""
+    return received.index_select(0, plan.received_of_row)
+
+
+def _blocks(rows: torch.Tensor) -> list[slice]:
+    """Cuts of rows [n, H] that fit in a cache; on a GPU, one."""
+    count = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1])) if rows.device.type == "cpu" else max(1, len(rows))
+    return [slice(begin, min(begin + count, len(rows))) for begin in range(0, len(rows), count)]
+
+
+def _sum_at_home(rows: torch.Tensor, weights: torch.Tensor | None, plan: ReferencePlan) -> torch.Tensor:
+    """Sums [T, H] of rows [M, H], times weights [M], in the order of `sent_route`; see `combine`."""
+    y = rows.new_empty(plan.num_tokens, rows.shape[1])
+    blocks = _blocks(y)
+    edges = torch.tensor([0, *(block.stop for block in blocks)], device=rows.device)
+    bounds, begin = [], 0  # per rank and token block, where its rows begin
+    for size in plan.send_sizes:
+        bounds.append((begin + torch.searchsorted(plan.sent_token[begin : begin + size], edges)).tolist())
+        begin += size
+    for b, block in enumerate(blocks):
+        total = torch.zeros(block.stop - block.start, rows.shape[1], device=rows.device)
+        for ranks in plan.ranks_of_host:
+            host_sum = torch.zeros_like(total)
+            for rank in ranks:
+                part = slice(bounds[rank][b], bounds[rank][b + 1])
+                addends = rows[part].float() if weights is None else rows[part].float() * weights[part, None]
+                rank_sum = torch.zeros_like(total)
+                _add_rows(rank_sum, plan.sent_token[part] - block.start, addends)
+                host_sum += rank_sum
+            total += host_sum
+        y[block] = total
+    return y
+
+
+def _add_rows(sums: torch.Tensor, index: torch.Tensor, addends: torch.Tensor) -> None:
+    """sums[index[i]] += addends[i], in the order of i; `index` ascends."""
+    if sums.device.type == "cpu":
+        sums.index_add_(0, index, addends)
+        return
+    # There index_add_ is atomic: keep the order by adding every token's first row, then every second one, ...
+    ordinal = torch.arange(len(index), device=index.device) - torch.searchsorted(index, index)
+    for turn in range(int(ordinal.max()) + 1 if len(index) else 0):
+        now = (ordinal == turn).nonzero().squeeze(1)
+        sums[index[now]] += addends[now]
