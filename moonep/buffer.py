@@ -25,6 +25,8 @@ __all__ = ["Buffer"]
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_DEFAULT_TIMEOUT_SECS = 60.0
+
 _Checked = TypeVar("_Checked")
 _Result = TypeVar("_Result")
 
@@ -66,12 +68,14 @@ class Buffer:
         policy: Home = Home(),  # noqa: B008 (frozen)
         transport: str = "auto",
         expert_alignment: int = 1,
-        timeout_secs: float = 60.0,
+        timeout_secs: float = _DEFAULT_TIMEOUT_SECS,
     ):
         self.config = BufferConfig(
             num_experts, top_k, hidden, max_tokens, dtype, policy, transport, expert_alignment, timeout_secs
         )
-        self._group = Group(Group.resolve(group), timeout_secs)
+        # Settings are checked by all ranks together, so for that, too, there must be a time limit.
+        limit_secs = timeout_secs if checks.is_time_limit(timeout_secs) else _DEFAULT_TIMEOUT_SECS
+        self._group = Group(Group.resolve(group), limit_secs)
         try:
             self._calls = _Calls(self._group, connect(self.config, self._group))
         except BaseException:
@@ -172,6 +176,7 @@ class Buffer:
         def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             self._check_plan(plan)
             checks.check_rows("expert_out", expert_out, plan.num_rows, "the plan's rows x hidden", self.config)
+            checks.check_savable(expert_out=expert_out, weights=weights)
             if weights is None:
                 return expert_out.contiguous(), None
             checks.check_weights("weights", weights, (plan.num_rows,), expert_out.device)
@@ -300,15 +305,16 @@ class _Calls:
 
     def _run(self, call: Call, move: Callable[[Call], _Result]) -> _Result:
         self.check_open(call.verb)
-        self._sequence += 1
         call.sequence, call.digest = self._sequence, self._group.number
         try:
-            return move(call)
+            result = move(call)
         except Agreed as agreed:  # every rank raises it, and nothing has moved: the Buffer stays usable
             raise agreed.error from None
         except BaseException as error:
             self.close(f"{type(error).__name__}: {error}")
             raise
+        self._sequence += 1  # only what every rank went through counts
+        return result
 
     def check_open(self, verb: str) -> None:
         """Raises BufferClosedError: this Buffer is closed, or belongs to the process that this one was forked from."""

@@ -3,6 +3,8 @@ the error is raised, because it is raised on every rank."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moonep.config import DTYPES, BufferConfig
@@ -13,8 +15,10 @@ __all__ = [
     "check_fits",
     "check_idx",
     "check_rows",
+    "check_savable",
     "check_tensors",
     "check_weights",
+    "is_time_limit",
 ]
 
 TRANSPORTS = ("auto", "local", "collective", "shm")
@@ -27,6 +31,11 @@ def _positive(name: str, value: object) -> int:
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
     return value
+
+
+def is_time_limit(value: object) -> bool:
+    """Whether `value` can bound a wait."""
+    return isinstance(value, (int, float)) and value > 0
 
 
 def check_config(config: BufferConfig, num_ranks: int) -> None:
@@ -45,11 +54,18 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
         raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
     if config.transport == "local" and num_ranks > 1:
         raise ValueError(f"transport: 'local' is for one rank, got a group of {num_ranks}")
-    if not config.timeout_secs > 0:
-        raise ValueError(f"timeout_secs: expected more than 0, got {config.timeout_secs}")
+    limit: object = config.timeout_secs
+    if not is_time_limit(limit):
+        kind = ValueError if isinstance(limit, (int, float)) else TypeError
+        raise kind(f"timeout_secs: expected more than 0 seconds, got {limit!r}")
     rows = num_ranks * config.max_tokens * config.top_k + config.num_experts * config.expert_alignment
+    fits = (_MAX_ROUTES - config.num_experts * config.expert_alignment) // (num_ranks * config.top_k)
+    if fits < 1:
+        raise ValueError(
+            f"expert_alignment: {config.num_experts} experts x expert_alignment {config.expert_alignment} make more "
+            f"padding than row numbers can hold ({_MAX_ROUTES})"
+        )
     if rows > _MAX_ROUTES:
-        fits = (_MAX_ROUTES - config.num_experts * config.expert_alignment) // (num_ranks * config.top_k)
         raise ValueError(
             f"max_tokens: {config.max_tokens} tokens x top_k {config.top_k} x {num_ranks} ranks make {rows} rows, more "
             f"than row numbers can hold ({_MAX_ROUTES}); at most {fits} fits"
@@ -58,19 +74,29 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
 
 def check_fits(config: BufferConfig, num_ranks: int, ranks_here: int, available_bytes: int | None) -> None:
     """Settings that this machine's memory cannot hold, seen before anything is allocated."""
-    if available_bytes is None:
+    wanted = ranks_here * config.rank_bytes(num_ranks)
+    if available_bytes is None or wanted <= available_bytes:
         return
-    staging = 2 * config.staging_bytes(num_ranks) if num_ranks > 1 else 0
-    wanted = ranks_here * (staging + config.step_bytes(config.max_tokens))
-    if wanted > available_bytes:
-        room = available_bytes // ranks_here - staging
-        fits = max(0, room // config.step_bytes(1))
-        raise ValueError(
-            f"max_tokens: {config.max_tokens} tokens want {wanted} bytes on this machine ({ranks_here} ranks x "
-            f"(staging {staging} + rows in and out at an even load {config.step_bytes(config.max_tokens)})), but "
-            f"{available_bytes} are available; "
-            + (f"max_tokens={fits} fits" if fits else "not even one token fits: fewer ranks or a smaller hidden")
-        )
+    fits, too_many = 0, config.max_tokens
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if ranks_here * replace(config, max_tokens=middle).rank_bytes(num_ranks) <= available_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    raise ValueError(
+        f"max_tokens: {config.max_tokens} tokens want {wanted} bytes on this machine ({ranks_here} ranks, each "
+        f"{config.step_bytes} for rows in and out at an even load and "
+        f"{config.rank_bytes(num_ranks) - config.step_bytes} for staging), but {available_bytes} are available; "
+        + (f"max_tokens={fits} fits" if fits else "not even one token fits: use fewer ranks or a smaller hidden")
+    )
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: expected a tensor on cpu or cuda, got {tensor.device}")
 
 
 def check_idx(topk_idx: object, config: BufferConfig) -> torch.Tensor:
@@ -79,6 +105,7 @@ def check_idx(topk_idx: object, config: BufferConfig) -> torch.Tensor:
         raise TypeError(f"topk_idx: expected a tensor, got {type(topk_idx).__name__}")
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_idx: expected int32 or int64, got {topk_idx.dtype}")
+    _check_memory("topk_idx", topk_idx)
     if topk_idx.dim() != 2 or topk_idx.shape[1] != config.top_k:
         raise ValueError(f"topk_idx: expected shape [T, {config.top_k}], got {list(topk_idx.shape)}")
     if topk_idx.shape[0] > config.max_tokens:
@@ -107,9 +134,18 @@ def check_rows(name: str, rows: object, num_rows: int, what: str, config: Buffer
         raise ValueError(f"{name}: expected the Buffer's dtype {config.dtype}, got {rows.dtype}")
     if tuple(rows.shape) != (num_rows, config.hidden):
         raise ValueError(f"{name}: expected shape [{num_rows}, {config.hidden}] ({what}), got {list(rows.shape)}")
-    if rows.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name}: expected a tensor on cpu or cuda, got {rows.device}")
+    _check_memory(name, rows)
     return rows
+
+
+def check_savable(**tensors: torch.Tensor | None) -> None:
+    """What a backward will need again must not come from inference mode."""
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
+    for name, tensor in tensors.items():
+        if needs_grad and tensor is not None and tensor.is_inference():
+            raise ValueError(
+                f"{name}: expected a tensor that can be saved for backward, got one made in inference mode"
+            )
 
 
 def check_tensors(tensors: tuple[object, ...], num_local_experts: int) -> None:

@@ -67,6 +67,11 @@ class BufferConfig:
         )
         return max(num_ranks * 2**20, one_token, self.counts_bytes + self.ids_bytes)
 
-    def step_bytes(self, max_tokens: int) -> int:
+    @property
+    def step_bytes(self) -> int:
         """What a step with an even load holds at once on a rank: the rows received, and the experts' results."""
-        return 2 * max_tokens * self.top_k * self.row_bytes
+        return 2 * self.max_tokens * self.top_k * self.row_bytes
+
+    def rank_bytes(self, num_ranks: int) -> int:
+        """All that a rank needs: staging for two phases, where there are peers, and a step."""
+        return (2 * self.staging_bytes(num_ranks) if num_ranks > 1 else 0) + self.step_bytes

@@ -66,11 +66,12 @@ PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_get
 // Waits in slices, so that Ctrl-C works: signals are handled between them, with the interpreter's lock held.
 std::tuple<int, int64_t, uint64_t> wait(SharedGroup& group, double timeout_secs) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_secs);
+  const int slice_ms = static_cast<int>(std::min(100.0, std::max(1.0, timeout_secs * 1000)));
   while (true) {
     SharedGroup::Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
-      outcome = group.wait(100);
+      outcome = group.wait(slice_ms);
     }
     if (outcome.kind != SharedGroup::Outcome::kPending || std::chrono::steady_clock::now() >= end)
       return {static_cast<int>(outcome.kind), outcome.rank, outcome.error};

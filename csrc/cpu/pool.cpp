@@ -10,6 +10,7 @@ namespace moonep {
 namespace {
 
 constexpr size_t kPage = 4096;
+constexpr size_t kMostBytes = size_t{1} << 47;  // of address space
 constexpr size_t kHugePage = size_t{2} << 20;
 
 // Sizes are rounded to eighths of a power of two, so that the slightly different N of every step fits what came back.
@@ -24,6 +25,7 @@ size_t round_up(size_t bytes) {
 Pool::~Pool() { trim(0); }
 
 std::unique_ptr<Pool::Block> Pool::take(size_t bytes) {
+  if (bytes > kMostBytes) throw std::bad_alloc();
   const size_t capacity = round_up(bytes);
   std::lock_guard<std::mutex> lock(mutex_);
   // The smallest that fits, but not one that wastes more than a quarter.

@@ -30,6 +30,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t
 
 // How long a wait spins before it yields, and yields before it sleeps. A peer on another core answers within the
 // first; peers that share this core need the second at once; sleeping costs tens of microseconds to wake.
+constexpr size_t kMostStagingBytes = size_t{1} << 46;
 constexpr int kSpins = 400;
 constexpr int64_t kYieldNs = 200 * 1000;
 constexpr int64_t kSleepNs = 20 * 1000 * 1000;  // then look whether the peer still lives
@@ -76,6 +77,7 @@ SharedGroup::SharedGroup(int64_t rank, int64_t ranks, size_t staging_bytes)
       base_(ranks),
       pidfd_(ranks, -1),
       owner_pid_(getpid()) {
+  if (staging_bytes > kMostStagingBytes) throw std::runtime_error("staging: more bytes than any machine has");
   segment_bytes_ = kFlagsBytes + kHeadersBytes + 2 * staging_bytes_;
   try {
     fd_ = memfd_create("moonep", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -109,7 +111,27 @@ SharedGroup::SharedGroup(int64_t rank, int64_t ranks, size_t staging_bytes)
 
 SharedGroup::~SharedGroup() { close(); }
 
+void SharedGroup::disconnect(int64_t peer) {
+  if (base_[peer]) munmap(base_[peer], segment_bytes_);
+  if (pidfd_[peer] >= 0) ::close(pidfd_[peer]);
+  base_[peer] = nullptr;
+  pidfd_[peer] = -1;
+}
+
+char* SharedGroup::base(int64_t rank) const {
+  if (!base_[rank]) throw std::runtime_error("the shared memory is closed, or not connected");
+  return base_[rank];
+}
+
 std::string SharedGroup::connect(int64_t peer, int64_t pid, int fd, const std::string& nonce) {
+  if (peer == rank_ || closing_) return "closed, or this rank itself";
+  disconnect(peer);
+  const std::string failure = map_peer(peer, pid, fd, nonce);
+  if (!failure.empty()) disconnect(peer);
+  return failure;
+}
+
+std::string SharedGroup::map_peer(int64_t peer, int64_t pid, int fd, const std::string& nonce) {
   // Watch first: once the nonce is seen, the process watched is the right one, whatever its number did before.
   const int watch = open_pidfd(pid);
   if (watch < 0) return reason("watching the process (pidfd_open)");
@@ -167,6 +189,18 @@ bool SharedGroup::sleep_on(int64_t peer, uint32_t seen, int64_t ns) {
 }
 
 SharedGroup::Outcome SharedGroup::wait(int slice_ms) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_) return {Outcome::kClosed, rank_, 0};
+    ++waits_inside_;
+  }
+  const Outcome outcome = wait_inside(slice_ms);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--waits_inside_ == 0 && closing_) unmap();
+  return outcome;
+}
+
+SharedGroup::Outcome SharedGroup::wait_inside(int slice_ms) {
   const uint32_t target = phase_ - 1;
   const int64_t began = now_ns();
   const int64_t end = began + slice_ms * int64_t{1000000};
@@ -178,6 +212,7 @@ SharedGroup::Outcome SharedGroup::wait(int slice_ms) {
       // Acquire: what the peer wrote before it announced is seen after this.
       const uint32_t seen = theirs->phase.load(std::memory_order_acquire);
       if (reached(seen, target)) break;
+      if (closing_) return {Outcome::kClosed, rank_, 0};
       if (const uint64_t error = recorded_error()) return {Outcome::kError, peer, error};
       if (++spins < kSpins) {
         pause_cpu();
@@ -215,20 +250,19 @@ uint64_t SharedGroup::recorded_error() const { return flags(0)->first_error.load
 void SharedGroup::close() {
   // A forked child has none of the memory (MADV_DONTFORK): what lies at these addresses there is not ours.
   if (getpid() != owner_pid_) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  closing_ = true;
   if (base_[rank_]) {
     SegmentFlags* own = flags(rank_);
     own->closed.store(1, std::memory_order_seq_cst);
     // Sleepers look again at once: the kernel only needs to be told, the value need not change.
     syscall(SYS_futex, &own->phase, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
-  for (char*& base : base_) {
-    if (base) munmap(base, segment_bytes_);
-    base = nullptr;
-  }
-  for (int& watch : pidfd_) {
-    if (watch >= 0) ::close(watch);
-    watch = -1;
-  }
+  if (waits_inside_ == 0) unmap();
+}
+
+void SharedGroup::unmap() {
+  for (int64_t rank = 0; rank < ranks_; ++rank) disconnect(rank);
   release_fd();
 }
 

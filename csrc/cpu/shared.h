@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -50,9 +51,9 @@ class SharedGroup {
   // After every rank has connected: the descriptor is not needed any more.
   void release_fd();
 
-  char* header(int64_t rank, uint32_t phase) const { return base_[rank] + kFlagsBytes + (phase & 1) * kHeaderBytes; }
+  char* header(int64_t rank, uint32_t phase) const { return base(rank) + kFlagsBytes + (phase & 1) * kHeaderBytes; }
   char* staging(int64_t rank, uint32_t phase) const {
-    return base_[rank] + kFlagsBytes + kHeadersBytes + (phase & 1) * staging_bytes_;
+    return base(rank) + kFlagsBytes + kHeadersBytes + (phase & 1) * staging_bytes_;
   }
 
   uint32_t phase() const { return phase_; }  // the phase to write next
@@ -63,7 +64,8 @@ class SharedGroup {
     int64_t rank;    // the peer waited for, lost or closed
     uint64_t error;  // what was recorded first
   };
-  // Waits, at most about `slice_ms`, until every peer has announced the phase that this rank announced last.
+  // Waits, at most about `slice_ms`, until every peer has announced the phase that this rank announced last. When
+  // close() is called meanwhile, by another thread or a signal handler, says kClosed with this rank's own number.
   Outcome wait(int slice_ms);
 
   // Records what every rank shall raise, unless something is recorded already; returns what stands.
@@ -72,7 +74,12 @@ class SharedGroup {
   void close();
 
  private:
-  SegmentFlags* flags(int64_t rank) const { return reinterpret_cast<SegmentFlags*>(base_[rank]); }
+  SegmentFlags* flags(int64_t rank) const { return reinterpret_cast<SegmentFlags*>(base(rank)); }
+  char* base(int64_t rank) const;  // throws once closed
+  Outcome wait_inside(int slice_ms);
+  std::string map_peer(int64_t peer, int64_t pid, int fd, const std::string& nonce);
+  void disconnect(int64_t peer);
+  void unmap();
   bool sleep_on(int64_t peer, uint32_t seen, int64_t ns);
 
   int64_t rank_, ranks_;
@@ -82,6 +89,10 @@ class SharedGroup {
   std::vector<int> pidfd_;
   uint32_t phase_ = 1;
   int64_t owner_pid_;
+  // Memory stays mapped while a wait is inside.
+  std::mutex mutex_;
+  int waits_inside_ = 0;
+  std::atomic<bool> closing_{false};
 };
 
 // True while `pidfd` (from pidfd_open) names a process that has not ended; a zombie has ended.

@@ -48,7 +48,7 @@ def _raise_first_problem(group: Group, check: object) -> None:
         check()  # type: ignore[operator]
     except (ValueError, TypeError) as error:
         problem = error
-    mine = {"kind": type(problem).__name__ if problem else "", "text": str(problem or "")[:1000]}
+    mine = {"kind": type(problem).__name__ if problem else "", "text": str(problem or "")}
     for name, record in zip(group.names, group.gather_records(mine, _MAKING), strict=True):
         if record["kind"]:
             kind = TypeError if record["kind"] == "TypeError" else ValueError

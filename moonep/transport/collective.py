@@ -24,6 +24,7 @@ __all__ = ["CollectiveTransport"]
 _ALIGN = 64  # messages and their parts start at multiples of this
 _CHECK_BYTES = _ALIGN
 _SCALAR_BYTES = 4
+_FIRST_BYTES = 4096  # the exchange that opens a verb: the header, and the counts of up to 896 experts
 
 
 def _align(num_bytes: int) -> int:
@@ -74,18 +75,28 @@ class CollectiveTransport(Transport):
         self._messages = 0
 
     def agree(self, call: Call) -> Agreement:
-        return agree(self._group.all_gather(call.pack().ljust(HEADER_BYTES, b"\0"), call.verb), self._group.names)
+        return self._agree_with(call, b"")[0]
+
+    def _agree_with(self, call: Call, rider: bytes) -> tuple[Agreement, list[bytes] | None]:
+        """The headers, and every rank's rider; None when it is too long to ride.
+
+        Every verb's first exchange has this one size: where ranks call different verbs, gloo would not survive others.
+        """
+        rides = len(rider) <= _FIRST_BYTES - HEADER_BYTES
+        mine = call.pack().ljust(HEADER_BYTES, b"\0") + (rider if rides else b"")
+        gathered = self._group.all_gather(mine.ljust(_FIRST_BYTES, b"\0"), call.verb)
+        agreement = agree(gathered, self._group.names)
+        return agreement, [each[HEADER_BYTES:][: len(rider)] for each in gathered] if rides else None
 
     def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
         ids = torch.empty(call.num_tokens, self._config.top_k, dtype=torch.int32)
         counts = torch.zeros(self._config.num_experts, dtype=torch.int32)
         self._planner.load_ids_or_note(call, topk_idx, address(ids), address(counts))
-        # The header rides on the exchange of counts.
-        mine = call.pack().ljust(HEADER_BYTES, b"\0") + counts.numpy().tobytes()
-        gathered = self._group.all_gather(mine, call.verb)
-        agreement = agree(gathered, self._group.names)
-        counts_RE = torch.frombuffer(bytearray().join(each[HEADER_BYTES:] for each in gathered), dtype=torch.int32)
-        counts_RE = counts_RE.view(len(gathered), -1)
+        own_counts = counts.numpy().tobytes()
+        agreement, gathered = self._agree_with(call, own_counts)
+        if gathered is None:
+            gathered = self._group.all_gather(own_counts, call.verb)
+        counts_RE = torch.frombuffer(bytearray().join(gathered), dtype=torch.int32).view(len(gathered), -1)
         counts_of_rank = [address(counts_E) for counts_E in counts_RE.unbind()]
         words, outgoing = self._planner.words_to_send(address(ids), counts_of_rank, call.num_tokens)
 

@@ -13,7 +13,7 @@ import torch
 
 from moonep import _C
 from moonep.config import BufferConfig
-from moonep.errors import MoonEPError, PeerLostError, PeerTimeoutError, TransportError
+from moonep.errors import BufferClosedError, MoonEPError, PeerLostError, PeerTimeoutError, TransportError
 from moonep.plan import Plan
 from moonep.transport.base import VERBS, Agreement, Call, Collected, Spread, Transport, agree
 from moonep.transport.group import Group
@@ -50,7 +50,7 @@ def connect_shm(config: BufferConfig, group: Group, staging_bytes: int) -> tuple
             if peer != group.rank and not refused:
                 failure = shared.connect(peer, group.pids[peer], int(record["fd"]), bytes.fromhex(record["nonce"]))
                 refused = failure and f"cannot share memory with {group.names[peer]}: {failure}"
-    outcomes = group.gather_records({"refused": refused[:1000]}, "making a Buffer")
+    outcomes = group.gather_records({"refused": refused}, "making a Buffer")
     for rank, outcome in enumerate(outcomes):
         if outcome["refused"]:
             if shared is not None:
@@ -100,6 +100,8 @@ class ShmTransport(Transport):
         kind, peer, error = self._shared.wait(self._group.timeout_secs)
         if kind == _DONE:
             return
+        if kind == _CLOSED and peer == self._rank:
+            raise BufferClosedError(f"{call.verb}: close() was called while this rank waited")
         if kind != _ERROR:
             # The first error that any rank records is what all of them raise.
             code = {_TIMED_OUT: _TIMEOUT_KIND, _LOST: _LOST_KIND, _CLOSED: _CLOSED_KIND}[kind]
