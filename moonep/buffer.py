@@ -49,6 +49,8 @@ class Buffer:
         policy: where rows may go: `Home()`.
         transport: "auto", "local" (one rank), "shm" (ranks of one machine) or "collective" (any group).
         expert_alignment: every expert's rows are padded to a multiple of this many.
+        combine_wire: how a rank's sum for a token crosses to its home: "float32", or "payload": rounded to `dtype`
+            first, half the bytes for the 16-bit ones. Either way results are the same on every transport.
         timeout_secs: how long to wait for a peer, in seconds.
 
     Raises:
@@ -68,10 +70,20 @@ class Buffer:
         policy: Home = Home(),  # noqa: B008 (frozen)
         transport: str = "auto",
         expert_alignment: int = 1,
+        combine_wire: str = "float32",
         timeout_secs: float = _DEFAULT_TIMEOUT_SECS,
     ):
         self.config = BufferConfig(
-            num_experts, top_k, hidden, max_tokens, dtype, policy, transport, expert_alignment, timeout_secs
+            num_experts,
+            top_k,
+            hidden,
+            max_tokens,
+            dtype,
+            policy,
+            transport,
+            expert_alignment,
+            combine_wire,
+            timeout_secs,
         )
         # Settings are checked by all ranks together, so for that, too, there must be a time limit.
         limit_secs = timeout_secs if checks.is_time_limit(timeout_secs) else _DEFAULT_TIMEOUT_SECS

@@ -21,6 +21,7 @@ __all__ = [
     "is_time_limit",
 ]
 
+COMBINE_WIRES = ("float32", "payload")
 TRANSPORTS = ("auto", "local", "collective", "shm")
 _MAX_ROUTES = 2**31 - 1  # row numbers are 32-bit on the wire
 
@@ -54,6 +55,8 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
         raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
     if config.transport == "local" and num_ranks > 1:
         raise ValueError(f"transport: 'local' is for one rank, got a group of {num_ranks}")
+    if config.combine_wire not in COMBINE_WIRES:
+        raise ValueError(f"combine_wire: expected one of {', '.join(COMBINE_WIRES)}, got {config.combine_wire!r}")
     limit: object = config.timeout_secs
     if not is_time_limit(limit):
         kind = ValueError if isinstance(limit, (int, float)) else TypeError

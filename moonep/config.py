@@ -29,6 +29,7 @@ class BufferConfig:
     policy: Home
     transport: str
     expert_alignment: int
+    combine_wire: str
     timeout_secs: float
 
     @property
@@ -38,8 +39,13 @@ class BufferConfig:
 
     @property
     def sum_bytes(self) -> int:
-        """One partial sum: float32, whatever the payload."""
-        return self.hidden * _FLOAT32_BYTES
+        """One partial sum as it crosses ranks."""
+        return self.hidden * (self.dtype.itemsize if self.payload_wire else _FLOAT32_BYTES)
+
+    @property
+    def payload_wire(self) -> bool:
+        """Whether partial sums are rounded to the payload dtype before they cross."""
+        return self.combine_wire == "payload"
 
     @property
     def token_scalars_bytes(self) -> int:

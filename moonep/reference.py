@@ -49,6 +49,7 @@ class ReferencePlan:
     row_of_received: torch.Tensor = field(repr=False)  # [M']
     received_of_row: torch.Tensor = field(repr=False)  # [N], M' for padding
     group: dist.ProcessGroup | None = field(repr=False)  # None: one process alone
+    combine_wire: str = field(repr=False)
     ranks_of_host: list[list[int]] = field(repr=False)  # hosts by their lowest rank
 
 
@@ -59,6 +60,7 @@ def plan(
     group: dist.ProcessGroup | None = None,
     expert_alignment: int = 1,
     hosts: Sequence[int] | None = None,
+    combine_wire: str = "float32",
 ) -> ReferencePlan:
     """Decides where every route goes.
 
@@ -68,6 +70,7 @@ def plan(
         group: None: the default group, or one process alone when torch.distributed is not initialised.
         expert_alignment: every expert's rows are padded to a multiple of this many.
         hosts: [R] the host of every rank, for the order of sums; None: one host.
+        combine_wire: "float32", or "payload": each rank's sum is rounded to the rows' dtype before it is added.
 
     Raises:
         TypeError: another dtype (on this rank only).
@@ -132,6 +135,7 @@ def plan(
         row_of_received=torch.empty_like(rows).index_copy_(0, received_by_row, rows),
         received_of_row=torch.full((num_rows,), len(rows), device=device).index_copy_(0, rows, received_by_row),
         group=group,
+        combine_wire=combine_wire,
         ranks_of_host=_ranks_of_host(hosts if hosts is not None else [0] * num_ranks),
     )
 
@@ -319,7 +323,7 @@ def _sum_at_home(rows: torch.Tensor, weights: torch.Tensor | None, plan: Referen
                 addends = rows[part].float() if weights is None else rows[part].float() * weights[part, None]
                 rank_sum = torch.zeros_like(total)
                 _add_rows(rank_sum, plan.sent_token[part] - block.start, addends)
-                host_sum += rank_sum
+                host_sum += rank_sum.to(y.dtype) if plan.combine_wire == "payload" else rank_sum
             total += host_sum
         y[block] = total
     return y

@@ -26,7 +26,7 @@ MAX_ROWS = 2**31 - 1
 
 def make_config(num_experts: int, top_k: int, *, max_tokens: int = 64, expert_alignment: int = 1) -> BufferConfig:
     return BufferConfig(
-        num_experts, top_k, 8, max_tokens, torch.float32, moonep.Home(), "auto", expert_alignment, timeout_secs=60.0
+        num_experts, top_k, 8, max_tokens, torch.float32, moonep.Home(), "auto", expert_alignment, "float32", 60.0
     )
 
 

@@ -36,7 +36,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def make_rows(width: int, dtype: torch.dtype, rank: int = 0, host_of_rank: Sequence[int] = (0,)) -> Rows:
-    config = BufferConfig(8, 2, width, 64, dtype, moonep.Home(), "auto", 1, timeout_secs=60.0)
+    config = BufferConfig(8, 2, width, 64, dtype, moonep.Home(), "auto", 1, "float32", 60.0)
     return Rows(config, rank, host_of_rank)
 
 
@@ -577,7 +577,7 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(rows[0], x[0])
     sums, weights = torch.zeros(1, width), rows.view(torch.float32).flatten()  # any memory that reaches row `last`
     weights[last] = 2.0
-    _C.sum_crossings(sums.data_ptr(), rows.data_ptr(), width, 1, weights.data_ptr(), box.addresses, 0, 1, 1)
+    _C.sum_crossings(sums.data_ptr(), rows.data_ptr(), width, 1, weights.data_ptr(), box.addresses, 0, 1, False, 1)
     assert torch.equal(sums[0], 2 * x[0].float())
     packed = torch.zeros(1, width, dtype=torch.bfloat16)
     _C.pack(packed.data_ptr(), rows.data_ptr(), row_bytes, box.addresses, 1, 2, 1)
@@ -589,7 +589,9 @@ def test_offsets_beyond_32_bits() -> None:
     assert dots[last] == pytest.approx(float((x.double() ** 2).sum()), rel=1e-6)
     rows[last] = 0
     own = (0, rows.data_ptr(), 0)
-    _C.finish(rows.data_ptr(), width, 1, [0], [False], [0], [0], *own, box.addresses, box.addresses, last, last + 1, 1)
+    _C.finish(
+        rows.data_ptr(), width, 1, [0], [False], [0], [0], False, *own, box.addresses, box.addresses, last, last + 1, 1
+    )
     assert torch.equal(rows[last], x[0])
     rows[last] = 1
     sizes, ends = torch.tensor([last]), int32(last + 1)

@@ -190,11 +190,12 @@ NB_MODULE(_C, m) {
   m.def(
       "sum_crossings",
       [](Address dst, Address rows, int64_t width, int dtype, Address row_weights, const CrossingAddresses& in,
-         int64_t begin, int64_t end, int64_t threads) {
-        sum_crossings(at<float>(dst), at<const char>(rows), width, static_cast<Dtype>(dtype),
-                      at<const float>(row_weights), crossings(in), begin, end, threads);
+         int64_t begin, int64_t end, bool payload_wire, int64_t threads) {
+        sum_crossings(at<char>(dst), at<const char>(rows), width, static_cast<Dtype>(dtype),
+                      at<const float>(row_weights), crossings(in), begin, end, payload_wire, threads);
       },
-      "dst"_a, "rows"_a, "width"_a, "dtype"_a, "row_weights"_a, "inbox"_a, "begin"_a, "end"_a, "threads"_a, Unlocked());
+      "dst"_a, "rows"_a, "width"_a, "dtype"_a, "row_weights"_a, "inbox"_a, "begin"_a, "end"_a, "payload_wire"_a,
+      "threads"_a, Unlocked());
   m.def(
       "pack",
       [](Address dst, Address src, int64_t row_bytes, const CrossingAddresses& out, int64_t begin, int64_t end,
@@ -203,16 +204,22 @@ NB_MODULE(_C, m) {
   m.def(
       "finish",
       [](Address y, int64_t width, int dtype, const std::vector<int64_t>& order, const std::vector<bool>& opens_host,
-         const Addresses& sums_of_rank, const std::vector<int64_t>& first_crossing, int64_t own_rank, Address own_rows,
-         Address own_weights, const CrossingAddresses& out, const CrossingAddresses& in, int64_t begin, int64_t end,
-         int64_t threads) {
-        Sums sums{
-            order, opens_host, {}, first_crossing, own_rank, at<const char>(own_rows), at<const float>(own_weights)};
-        for (Address address : sums_of_rank) sums.of_rank.push_back(at<const float>(address));
+         const Addresses& sums_of_rank, const std::vector<int64_t>& first_crossing, bool payload_wire, int64_t own_rank,
+         Address own_rows, Address own_weights, const CrossingAddresses& out, const CrossingAddresses& in,
+         int64_t begin, int64_t end, int64_t threads) {
+        Sums sums{order,
+                  opens_host,
+                  {},
+                  first_crossing,
+                  payload_wire,
+                  own_rank,
+                  at<const char>(own_rows),
+                  at<const float>(own_weights)};
+        for (Address address : sums_of_rank) sums.of_rank.push_back(at<const char>(address));
         finish(at<char>(y), width, static_cast<Dtype>(dtype), sums, crossings(out), crossings(in), begin, end, threads);
       },
-      "y"_a, "width"_a, "dtype"_a, "order"_a, "opens_host"_a, "sums_of_rank"_a, "first_crossing"_a, "own_rank"_a,
-      "own_rows"_a, "own_weights"_a, "outbox"_a, "inbox"_a, "begin"_a, "end"_a, "threads"_a, Unlocked());
+      "y"_a, "width"_a, "dtype"_a, "order"_a, "opens_host"_a, "sums_of_rank"_a, "first_crossing"_a, "payload_wire"_a,
+      "own_rank"_a, "own_rows"_a, "own_weights"_a, "outbox"_a, "inbox"_a, "begin"_a, "end"_a, "threads"_a, Unlocked());
   m.def(
       "zero_padding",
       [](Address rows, int64_t row_bytes, Address group_sizes, Address group_ends, int64_t groups) {

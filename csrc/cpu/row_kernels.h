@@ -13,7 +13,7 @@ enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kNumDtypes = 3 };
 
 // One summand of a token: either rows still to be weighted and summed, or the finished fp32 sum of a rank.
 struct Part {
-  const float* sum;         // when not null: the finished sum [H]
+  const void* sum;          // when not null: the finished sum [H], in the wire dtype
   const void* const* rows;  // else `count` rows [H]
   const float* weights;     // their weights; null: 1
   int64_t count;
@@ -25,10 +25,12 @@ struct RowKernels {
   // Copies past the caches (for rows that are not read soon) and makes the stores visible to other threads.
   void (*stream)(void* dst, const void* src, size_t bytes);
   void (*fence)();
-  // dst[n] = +0 + sum of the rows in order, each weighted row rounded to fp32 before it is added.
-  void (*sum_rows[kNumDtypes])(float* dst, const void* const* rows, const float* weights, int64_t count, int64_t n);
+  // dst[n] = +0 + sum of the rows in order, each weighted row rounded to fp32 before it is added; stored as fp32 or,
+  // where the wire carries the payload dtype, rounded to it.
+  void (*sum_rows[kNumDtypes])(void* dst, const void* const* rows, const float* weights, int64_t count, int64_t n,
+                               bool payload_wire);
   // dst[n] = the parts summed in order, per host first, rounded once.
-  void (*sum_parts[kNumDtypes])(void* dst, const Part* parts, int64_t count, int64_t n);
+  void (*sum_parts[kNumDtypes])(void* dst, const Part* parts, int64_t count, int64_t n, bool payload_wire);
   void (*scale[kNumDtypes])(void* dst, const void* src, float weight, int64_t n);
   float (*dot[kNumDtypes])(const void* a, const void* b, int64_t n);
 };

@@ -152,6 +152,12 @@ void store_some(typename T::Element* p, Floats v, int64_t count) {
 constexpr size_t kAhead = 512;
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// The next columns but some of a row that is read from `p` on.
+template <typename Element>
+inline void prefetch_ahead(const Element* p) {
+  for (size_t at = 0; at < kColumns * sizeof(Element); at += 64) prefetch((const char*)p + kAhead + at);
+}
+
 // ---- sums ----
 
 // Columns [j, j + kColumns) of the rows, weighted, summed in order from +0, left in registers.
@@ -161,7 +167,7 @@ inline void sum_columns(Floats* sums, const void* const* rows, const float* weig
   for (int v = 0; v < kVectors; ++v) acc[v] = Floats{};
   for (int64_t i = 0; i < count; ++i) {
     const typename T::Element* row = (const typename T::Element*)rows[i] + j;
-    for (size_t ahead = 0; ahead < kColumns * sizeof(*row); ahead += 64) prefetch((const char*)row + kAhead + ahead);
+    prefetch_ahead(row);
     if (weights) {
       const float weight = weights[i];
       for (int v = 0; v < kVectors; ++v) acc[v] += T::load(row + v * kLanes) * weight;
@@ -183,39 +189,67 @@ inline Floats sum_some(const void* const* rows, const float* weights, int64_t co
 }
 
 template <typename T>
-void sum_rows(float* dst, const void* const* rows, const float* weights, int64_t count, int64_t n) {
+void sum_rows(void* dst_void, const void* const* rows, const float* weights, int64_t count, int64_t n,
+              bool payload_wire) {
+  float* wide = (float*)dst_void;
+  typename T::Element* narrow = (typename T::Element*)dst_void;
   int64_t j = 0;
   for (; j + kColumns <= n; j += kColumns) {
     Floats sums[kVectors];
     sum_columns<T>(sums, rows, weights, count, j);
-    for (int v = 0; v < kVectors; ++v) Float32::store(dst + j + v * kLanes, sums[v]);
+    for (int v = 0; v < kVectors; ++v) {
+      if (payload_wire) {
+        T::store(narrow + j + v * kLanes, sums[v]);
+      } else {
+        Float32::store(wide + j + v * kLanes, sums[v]);
+      }
+    }
   }
   for (; j < n; j += kLanes) {
     const int64_t valid = n - j < kLanes ? n - j : kLanes;
-    store_some<Float32>(dst + j, sum_some<T>(rows, weights, count, j, valid), valid);
+    const Floats sum = sum_some<T>(rows, weights, count, j, valid);
+    if (payload_wire) {
+      store_some<T>(narrow + j, sum, valid);
+    } else {
+      store_some<Float32>(wide + j, sum, valid);
+    }
   }
 }
 
+// A sum as it comes out of the wire.
 template <typename T>
-void sum_parts(void* dst_void, const Part* parts, int64_t count, int64_t n) {
+inline Floats rounded(Floats v) {
+  typename T::Element elements[kLanes];
+  T::store(elements, v);
+  return T::load(elements);
+}
+
+template <typename T>
+void sum_parts(void* dst_void, const Part* parts, int64_t count, int64_t n, bool payload_wire) {
   typename T::Element* dst = (typename T::Element*)dst_void;
   int64_t j = 0;
   for (; j + kColumns <= n; j += kColumns) {
     Floats total[kVectors] = {}, host[kVectors] = {};
     for (int64_t p = 0; p < count; ++p) {
-      if (parts[p].opens_host) {
+      const Part& part = parts[p];
+      if (part.opens_host) {
         for (int v = 0; v < kVectors; ++v) {
           total[v] += host[v];
           host[v] = Floats{};
         }
       }
-      if (parts[p].sum) {
-        for (int at = 0; at < kColumns; at += 16) prefetch(parts[p].sum + j + kAhead / 4 + at);
-        for (int v = 0; v < kVectors; ++v) host[v] += Float32::load(parts[p].sum + j + v * kLanes);
-      } else {
+      if (!part.sum) {
         Floats sums[kVectors];
-        sum_columns<T>(sums, parts[p].rows, parts[p].weights, parts[p].count, j);
-        for (int v = 0; v < kVectors; ++v) host[v] += sums[v];
+        sum_columns<T>(sums, part.rows, part.weights, part.count, j);
+        for (int v = 0; v < kVectors; ++v) host[v] += payload_wire ? rounded<T>(sums[v]) : sums[v];
+      } else if (payload_wire) {
+        const typename T::Element* sum = (const typename T::Element*)part.sum + j;
+        prefetch_ahead(sum);
+        for (int v = 0; v < kVectors; ++v) host[v] += T::load(sum + v * kLanes);
+      } else {
+        const float* sum = (const float*)part.sum + j;
+        prefetch_ahead(sum);
+        for (int v = 0; v < kVectors; ++v) host[v] += Float32::load(sum + v * kLanes);
       }
     }
     for (int v = 0; v < kVectors; ++v) T::store(dst + j + v * kLanes, total[v] + host[v]);
@@ -224,12 +258,19 @@ void sum_parts(void* dst_void, const Part* parts, int64_t count, int64_t n) {
     const int64_t valid = n - j < kLanes ? n - j : kLanes;
     Floats total = {}, host = {};
     for (int64_t p = 0; p < count; ++p) {
-      if (parts[p].opens_host) {
+      const Part& part = parts[p];
+      if (part.opens_host) {
         total += host;
         host = Floats{};
       }
-      host += parts[p].sum ? load_some<Float32>(parts[p].sum + j, valid)
-                           : sum_some<T>(parts[p].rows, parts[p].weights, parts[p].count, j, valid);
+      if (!part.sum) {
+        const Floats sum = sum_some<T>(part.rows, part.weights, part.count, j, valid);
+        host += payload_wire ? rounded<T>(sum) : sum;
+      } else if (payload_wire) {
+        host += load_some<T>((const typename T::Element*)part.sum + j, valid);
+      } else {
+        host += load_some<Float32>((const float*)part.sum + j, valid);
+      }
     }
     store_some<T>(dst + j, total + host, valid);
   }

@@ -119,11 +119,15 @@ void prefetch_crossing(const char* base, int64_t row_bytes, const Crossings& in,
 
 }  // namespace
 
-void sum_crossings(float* dst, const char* rows, int64_t width, Dtype dtype, const float* row_weights,
-                   const Crossings& in, int64_t begin, int64_t end, int64_t threads) {
+int64_t sum_bytes(int64_t width, Dtype dtype, bool payload_wire) {
+  return width * (payload_wire ? dtype_bytes(dtype) : static_cast<int64_t>(sizeof(float)));
+}
+
+void sum_crossings(char* dst, const char* rows, int64_t width, Dtype dtype, const float* row_weights,
+                   const Crossings& in, int64_t begin, int64_t end, bool payload_wire, int64_t threads) {
   if (begin >= end) return;
   const RowKernels& kernels = row_kernels();
-  const int64_t row_bytes = width * dtype_bytes(dtype);
+  const int64_t row_bytes = width * dtype_bytes(dtype), wire_bytes = sum_bytes(width, dtype, payload_wire);
   const int64_t per_crossing = (in.start[end] - in.start[begin]) * row_bytes / (end - begin);
   parallel_for(end - begin, threads, rows_per_thread(per_crossing), [&](int64_t from, int64_t to) {
     Gathered gathered;
@@ -131,8 +135,9 @@ void sum_crossings(float* dst, const char* rows, int64_t width, Dtype dtype, con
       gathered.clear();
       gathered.add(rows, row_bytes, row_weights, in, c);
       if (c + 1 < begin + to) prefetch_crossing(rows, row_bytes, in, c + 1);
-      kernels.sum_rows[dtype](dst + (c - begin) * width, gathered.rows.data(),
-                              row_weights ? gathered.weights.data() : nullptr, gathered.rows.size(), width);
+      kernels.sum_rows[dtype](dst + (c - begin) * wire_bytes, gathered.rows.data(),
+                              row_weights ? gathered.weights.data() : nullptr, gathered.rows.size(), width,
+                              payload_wire);
     }
   });
 }
@@ -148,7 +153,7 @@ void pack(char* dst, const char* src, int64_t row_bytes, const Crossings& out, i
 void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossings& out, const Crossings& in,
             int64_t begin, int64_t end, int64_t threads) {
   const RowKernels& kernels = row_kernels();
-  const int64_t row_bytes = width * dtype_bytes(dtype);
+  const int64_t row_bytes = width * dtype_bytes(dtype), wire_bytes = sum_bytes(width, dtype, sums.payload_wire);
   const int64_t ranks = static_cast<int64_t>(sums.order.size());
   const int64_t own = sums.own_rank;
   const int64_t in_of_out = in.first[own] - out.first[own];  // both list this rank's own crossings in the same order
@@ -175,11 +180,12 @@ void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossin
           parts.push_back({nullptr, gathered.rows.data(), sums.own_weights ? gathered.weights.data() : nullptr,
                            static_cast<int64_t>(gathered.rows.size()), opens_host});
         } else {
-          parts.push_back({sums.of_rank[r] + (c - sums.first_crossing[r]) * width, nullptr, nullptr, 0, opens_host});
+          parts.push_back(
+              {sums.of_rank[r] + (c - sums.first_crossing[r]) * wire_bytes, nullptr, nullptr, 0, opens_host});
         }
         opens_host = false;
       }
-      kernels.sum_parts[dtype](y + t * row_bytes, parts.data(), parts.size(), width);
+      kernels.sum_parts[dtype](y + t * row_bytes, parts.data(), parts.size(), width, sums.payload_wire);
     }
   });
 }

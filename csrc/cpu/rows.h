@@ -27,9 +27,12 @@ void expand(char* rows, const char* src, int64_t row_bytes, const Crossings& in,
 void expand_scaled(char* rows, const char* src, int64_t width, Dtype dtype, const float* row_weights, const char* other,
                    float* dots, const Crossings& in, int64_t begin, int64_t end, int64_t token_base, int64_t threads);
 
-// dst[c - begin] = fp32 sum of the weighted rows of crossing c, k ascending.
-void sum_crossings(float* dst, const char* rows, int64_t width, Dtype dtype, const float* row_weights,
-                   const Crossings& in, int64_t begin, int64_t end, int64_t threads);
+// How sums cross: as fp32, or rounded to the payload dtype.
+int64_t sum_bytes(int64_t width, Dtype dtype, bool payload_wire);
+
+// dst[c - begin] = sum of the weighted rows of crossing c, k ascending.
+void sum_crossings(char* dst, const char* rows, int64_t width, Dtype dtype, const float* row_weights,
+                   const Crossings& in, int64_t begin, int64_t end, bool payload_wire, int64_t threads);
 
 // dst[c - begin] = src[token]: rows to send, once per crossing.
 void pack(char* dst, const char* src, int64_t row_bytes, const Crossings& out, int64_t begin, int64_t end,
@@ -39,8 +42,9 @@ void pack(char* dst, const char* src, int64_t row_bytes, const Crossings& out, i
 struct Sums {
   std::vector<int64_t> order;           // ranks in the order of summation: host by host
   std::vector<bool> opens_host;         // per place in `order`: the first rank of a host, the very first excepted
-  std::vector<const float*> of_rank;    // per rank: its fp32 sums of this rank's crossings; null at `own_rank`
+  std::vector<const char*> of_rank;     // per rank: its sums of this rank's crossings; null at `own_rank`
   std::vector<int64_t> first_crossing;  // per rank: the crossing that its sums begin with
+  bool payload_wire;
   int64_t own_rank;
   const char* own_rows;      // rows here, summed as the rest is
   const float* own_weights;  // null: 1

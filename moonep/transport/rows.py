@@ -100,7 +100,7 @@ class Rows:
     def sum_crossings(
         self, dst: int, rows: torch.Tensor, row_weights: torch.Tensor | None, plan: Plan, begin: int, end: int
     ) -> None:
-        """The float32 sums of inbox crossings [begin, end), to `dst` one after the other."""
+        """The sums of inbox crossings [begin, end), to `dst` one after the other."""
         _C.sum_crossings(
             dst,
             address(rows),
@@ -110,6 +110,7 @@ class Rows:
             plan.inbox.addresses,
             begin,
             end,
+            self.config.payload_wire,
             torch.get_num_threads(),
         )
 
@@ -132,6 +133,7 @@ class Rows:
             self._opens_host,
             sums_of_rank,
             first_crossing_of_rank,
+            self.config.payload_wire,
             self.rank,
             address(rows),
             address(row_weights),
