@@ -1,7 +1,7 @@
 """The one file that knows gradients: dispatch's backward is combine, and combine's is dispatch, on the saved plan.
 
-Every output hangs on an anchor that requires a gradient, so that it has an edge even where no input of this rank
-needs one: if any rank needs a gradient, all ranks take part in the backward. If none does, the edge is cut.
+A verb first runs without autograd. If any rank needs a gradient, every rank's output is then hung on the graph, by an
+anchor where no input of this rank needs one, so that all ranks take part in the backward; if none does, nothing is.
 """
 
 from __future__ import annotations
@@ -44,27 +44,39 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [N, H] and their weights [N]."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
+    rows, weights, agreement = verbs.run_dispatch(plan, x.detach(), topk_weights.detach(), needs_grad)
+    assert weights is not None
+    if not agreement.needs_grad:
+        return rows, weights
     if not needs_grad:
         x, topk_weights = x.detach(), topk_weights.detach()
-    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+    with torch.enable_grad():
         outputs: tuple[torch.Tensor, torch.Tensor] = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            verbs.anchor, x, topk_weights, verbs, plan, needs_grad
+            verbs.anchor, x, topk_weights, verbs, plan, (rows, weights)
         )
     return outputs
 
 
 def combine(verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
     """Sums [T, H]."""
+    weights = None if row_weights is None else row_weights.detach()
     needs_grad = torch.is_grad_enabled() and (
         rows.requires_grad or (row_weights is not None and row_weights.requires_grad)
     )
+    sums, _, agreement = verbs.run_combine(plan, rows.detach(), weights, needs_grad)
+    if not agreement.needs_grad:
+        return sums
     if not needs_grad:
-        rows, row_weights = rows.detach(), None if row_weights is None else row_weights.detach()
-    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+        rows, row_weights = rows.detach(), weights
+    with torch.enable_grad():
         y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            verbs.anchor, rows, row_weights, verbs, plan, needs_grad
+            verbs.anchor, rows, row_weights, verbs, plan, (sums,)
         )
     return y
+
+
+# The results of a verb come to `forward` in a tuple, which autograd does not look into: a tensor that goes in and
+# comes out would become a view, and views of a function's outputs must not be changed in place.
 
 
 class _Dispatch(torch.autograd.Function):
@@ -76,14 +88,10 @@ class _Dispatch(torch.autograd.Function):
         topk_weights: torch.Tensor,
         verbs: Verbs,
         plan: Plan,
-        needs_grad: bool,
+        results: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.verbs, ctx.plan = verbs, plan
-        rows, weights, agreement = verbs.run_dispatch(plan, x, topk_weights, needs_grad)
-        assert weights is not None
-        if not agreement.needs_grad:
-            ctx.mark_non_differentiable(rows, weights)
-        return rows, weights
+        return results
 
     @staticmethod
     @once_differentiable
@@ -101,15 +109,12 @@ class _Combine(torch.autograd.Function):
         row_weights: torch.Tensor | None,
         verbs: Verbs,
         plan: Plan,
-        needs_grad: bool,
+        results: tuple[torch.Tensor],
     ) -> torch.Tensor:
         ctx.verbs, ctx.plan, ctx.weighted = verbs, plan, row_weights is not None
-        sums, _, agreement = verbs.run_combine(plan, rows, row_weights, needs_grad)
-        if not agreement.needs_grad:
-            ctx.mark_non_differentiable(sums)
-        elif row_weights is not None:
+        if row_weights is not None:
             ctx.save_for_backward(rows, row_weights)
-        return sums
+        return results[0]
 
     @staticmethod
     @once_differentiable

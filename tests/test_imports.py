@@ -28,7 +28,7 @@ LAYERS = [
     {"nn"},
     {"__init__"},
     {"integrations", "trace", "testing"},
-    {"bench"},
+    {"bench", "doctor"},
     {"cli"},
     {"__main__"},
 ]
