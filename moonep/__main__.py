@@ -2,4 +2,5 @@
 
 from moonep.cli import main
 
-main(prog_name="moonep")
+if __name__ == "__main__":
+    main(prog_name="moonep")

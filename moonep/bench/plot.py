@@ -1,0 +1,116 @@
+"""Figures -> a picture (matplotlib)."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from moonep.bench.config import Settings
+from moonep.bench.results import CaseResult, Figures
+from moonep.bench.table import routing_name
+from moonep.bench.timing import PHASES, STEP, TRAIN_STEP
+
+__all__ = ["check", "draw"]
+
+_SUFFIXES = (".png", ".svg")
+_COLORS = {"reference": "#8c8c8c", "collective": "#e69f00", "shm": "#0072b2", "local": "#009e73"}
+_FLOOR_COLOR = "#b00020"
+
+
+def check(path: str) -> None:
+    """Raises ValueError when no picture can be drawn into the file `path`."""
+    if Path(path).suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"--plot: expected a file named *.png or *.svg, got {path}")
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'moonep[plot]'") from None
+
+
+def draw(settings: Settings, results: list[CaseResult], path: str) -> None:
+    """A panel for every routing: over T where there are several, else a group of bars for every phase."""
+    figure_module = importlib.import_module("matplotlib.figure")
+    routings = list(dict.fromkeys(result.case.maxvio for result in results))
+    over_tokens = len(settings.tokens) > 1
+    figure = figure_module.Figure(figsize=(1.5 + 6.0 * len(routings), 5.2), layout="constrained", dpi=120)
+    panels = figure.subplots(1, len(routings), sharey=True, squeeze=False)[0]
+    for panel, maxvio in zip(panels, routings, strict=True):
+        of_routing = [result for result in results if result.case.maxvio == maxvio]
+        if over_tokens:
+            _lines(panel, settings, of_routing)
+        else:
+            _bars(panel, settings, of_routing[0])
+        measured = of_routing[-1].traffic.maxvio
+        panel.set_title(f"routing: {routing_name(settings, of_routing[0])} (maxvio {measured:.1f})", fontsize=11)
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.grid(axis="y", which="major", color="#dddddd")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("ms, slowest rank, log scale")
+    handles = dict(sorted(zip(*panels[0].get_legend_handles_labels()[::-1], strict=True), key=_floor_last))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    tokens = "" if over_tokens else f", T {settings.tokens[0]}"
+    figure.suptitle(
+        f"{settings.num_ranks} ranks, {settings.num_experts} experts, top-{settings.top_k}, hidden "
+        f"{settings.hidden}, {settings.dtype}{tokens}: median, whisker to p95",
+        fontsize=12,
+    )
+    figure.savefig(path)
+
+
+def _floor_last(item: tuple[str, Any]) -> bool:
+    return item[0].startswith("floor")
+
+
+def _of(result: CaseResult, method: str, phase: str) -> Figures:
+    return next(each for each in result.figures if (each.method, each.phase) == (method, phase))
+
+
+def _p95_errors(figures: list[Figures]) -> list[list[float]]:
+    return [[0.0] * len(figures), [max(0.0, each.p95_secs - each.p50_secs) * 1e3 for each in figures]]
+
+
+def _bars(panel: Any, settings: Settings, result: CaseResult) -> None:
+    phases = [*PHASES, STEP] + ([TRAIN_STEP] if settings.backward else [])
+    width = 0.8 / len(settings.methods)
+    for i, method in enumerate(settings.methods):
+        figures = [_of(result, method, phase) for phase in phases]
+        places = [place - 0.4 + (i + 0.5) * width for place in range(len(phases))]
+        heights = [each.p50_secs * 1e3 for each in figures]
+        panel.bar(places, heights, 0.92 * width, color=_COLORS[method], label=method)
+        panel.errorbar(places, heights, _p95_errors(figures), fmt="none", ecolor="#333333", elinewidth=1, capsize=2)
+        for place, figure in zip(places, figures, strict=True):
+            panel.annotate(
+                f"{figure.p50_secs * 1e3:.3g}",
+                (place, max(figure.p50_secs, figure.p95_secs) * 1e3),
+                (0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
+    for place, phase in enumerate(phases):
+        floor_secs = _of(result, settings.methods[0], phase).floor_secs
+        if floor_secs:
+            label = "floor: memory bandwidth" if phase == STEP else None
+            panel.hlines(
+                floor_secs * 1e3, place - 0.42, place + 0.42, colors=_FLOOR_COLOR, linestyles="dashed", label=label
+            )
+    panel.set_xticks(range(len(phases)), phases)
+
+
+def _lines(panel: Any, settings: Settings, results: list[CaseResult]) -> None:
+    tokens = [result.case.num_tokens for result in results]
+    for method in settings.methods:
+        figures = [_of(result, method, STEP) for result in results]
+        heights = [each.p50_secs * 1e3 for each in figures]
+        panel.errorbar(
+            tokens, heights, _p95_errors(figures), marker="o", capsize=3, color=_COLORS[method], label=f"{method}, step"
+        )
+    floors = [(_of(result, settings.methods[0], STEP).floor_secs or 0.0) * 1e3 for result in results]
+    panel.plot(tokens, floors, color=_FLOOR_COLOR, linestyle="dashed", label="floor: memory bandwidth")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(tokens, [str(each) for each in tokens])
+    panel.minorticks_off()
+    panel.set_xlabel("T, tokens of a rank")

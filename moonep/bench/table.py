@@ -1,0 +1,112 @@
+"""Figures -> text of 80 columns, and JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from moonep.bench.config import Settings
+from moonep.bench.machine import machine, versions
+from moonep.bench.results import CaseResult, Figures
+
+__all__ = ["FOOTNOTE", "case_table", "configuration", "json_lines", "routing_name"]
+
+_COLUMNS = "{:<11}{:<9}{:>9}{:>9}{:>10}{:>10}{:>11}{:>10}"
+
+FOOTNOTE = """\
+Times are the slowest rank's: of every step for plan, dispatch and combine, of
+blocks of many steps for the whole step. GB/s = 1e9 bytes a second, per rank:
+logical counts every routed row, wire what crossed between ranks (partial sums
+as float32). x ref: times faster than the reference. x floor: times the least
+that memory allows, which is to write and to read every received row once at
+the copy bandwidth above (a copy of B bytes reads B and writes B, B counted
+once): half for dispatch, half for combine; rows of the fullest rank."""
+
+
+def configuration(settings: Settings) -> str:
+    """What is going to be measured, and where."""
+    v, m = versions(), machine()
+    memory_bytes = m["memory_bytes"]
+    memory = f", {memory_bytes / 2**30:.0f} GiB" if isinstance(memory_bytes, int) else ""
+    return "\n".join(
+        (
+            f"moonep {v['moonep']}, torch {v['torch']}, numpy {v['numpy']}, Python {v['python']}",
+            f"{m['cpu']}, {m['cores']} cores{memory}, {m['system']}, {m['row_kernels']}",
+            f"ranks {settings.num_ranks}, threads a rank {settings.threads}, policy {settings.policy}",
+            f"experts {settings.num_experts}, top-k {settings.top_k}, hidden {settings.hidden}, {settings.dtype}",
+            f"{settings.rounds} blocks of each of: {', '.join(settings.methods)}; in turn",
+        )
+    )
+
+
+def routing_name(settings: Settings, result: CaseResult) -> str:
+    """Where a case's routing comes from."""
+    return f"trace {settings.trace_name}" if result.case.maxvio is None else f"lognormal {result.case.maxvio:g}"
+
+
+def case_table(settings: Settings, result: CaseResult) -> str:
+    """One case: what it is, and a line for every phase of every method."""
+    traffic = result.traffic
+    lines = [
+        f"T {result.case.num_tokens}, routing {routing_name(settings, result)}: maxvio {traffic.maxvio:.2f}",
+        f"rows a rank: {traffic.routed_rows:.0f} sent, at most {traffic.slowest_rows} received; "
+        f"tokens crossing: {traffic.crossings:.0f}",
+        f"copy bandwidth {result.copy_bytes_per_sec / 1e9:.1f} GB/s a rank, all ranks at once",
+        "results: equal to the reference's, bit for bit",
+        "",
+        _COLUMNS.format("method", "phase", "p50 ms", "p95 ms", "logical", "wire", "x ref", "x floor"),
+        _COLUMNS.format("", "", "", "", "GB/s", "GB/s", "", "").rstrip(),
+    ]
+    previous = ""
+    for figures in result.figures:
+        lines.append(_line(figures, figures.method if figures.method != previous else ""))
+        previous = figures.method
+    return "\n".join(lines)
+
+
+def _line(figures: Figures, method: str) -> str:
+    def rate(num_bytes: float | None) -> str:
+        return "" if num_bytes is None else f"{num_bytes / figures.p50_secs / 1e9:.2f}"
+
+    reference, floor_secs = figures.times_reference, figures.floor_secs
+    return _COLUMNS.format(
+        method,
+        figures.phase,
+        f"{figures.p50_secs * 1e3:.3f}",
+        f"{figures.p95_secs * 1e3:.3f}",
+        rate(figures.logical_bytes),
+        rate(figures.wire_bytes),
+        "" if reference is None else f"{reference:.2f}",
+        "" if not floor_secs else f"{figures.p50_secs / floor_secs:.2f}",
+    ).rstrip()
+
+
+def json_lines(settings: Settings, result: CaseResult) -> Iterator[str]:
+    """One object for every phase of every method, complete in itself."""
+    about = {
+        "ranks": settings.num_ranks,
+        "threads": settings.threads,
+        "num_tokens": result.case.num_tokens,
+        "num_experts": settings.num_experts,
+        "top_k": settings.top_k,
+        "hidden": settings.hidden,
+        "dtype": settings.dtype,
+        "policy": settings.policy,
+        "routing": routing_name(settings, result),
+        "copy_bytes_per_sec": result.copy_bytes_per_sec,
+        **asdict(result.traffic),
+        "versions": versions(),
+        "machine": machine(),
+    }
+    for figures in result.figures:
+        rates = {
+            f"{kind}_gb_per_sec": num_bytes and num_bytes / figures.p50_secs / 1e9
+            for kind, num_bytes in (("logical", figures.logical_bytes), ("wire", figures.wire_bytes))
+        }
+        times_floor = figures.p50_secs / figures.floor_secs if figures.floor_secs else None
+        steps = result.steps_per_block[figures.method]
+        yield json.dumps(
+            {**asdict(figures), **rates, "times_floor": times_floor, "steps_per_block": steps, **about},
+            allow_nan=False,
+        )

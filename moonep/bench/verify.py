@@ -1,0 +1,78 @@
+"""Before anything is timed: every method must give what the reference gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moonep.bench.config import Inputs
+from moonep.bench.group import gather
+from moonep.bench.methods import REFERENCE, AnyPlan, Method
+
+__all__ = ["VerificationError", "verify"]
+
+_PLAN_FIELDS = ("group_experts", "group_sizes", "group_ends", "rank_rows", "dst_rank", "dst_row")
+
+
+class VerificationError(Exception):
+    """A method gave other results than the reference. Raised on every rank."""
+
+
+@dataclass
+class _Outcome:
+    plan: AnyPlan
+    tensors: dict[str, torch.Tensor]  # compared bit for bit
+    grad_weights: torch.Tensor | None  # a sum over H, in any order: compared by tolerance
+
+
+def verify(methods: dict[str, Method], inputs: Inputs, backward: bool) -> None:
+    """One step of every method against the reference: plans and rows bit for bit, gradients with `backward`.
+
+    Collective. The experts differ from each other, so that a row at another expert's place is seen.
+    """
+    ours = {name: method for name, method in methods.items() if name != REFERENCE}
+    expected = _outcome(methods[REFERENCE], inputs, backward)
+    for name, method in ours.items():
+        wrong = _differences(_outcome(method, inputs, backward), expected)
+        wrong_of_rank = gather(torch.tensor([bool(wrong)]))
+        if wrong_of_rank.any():
+            ranks = wrong_of_rank.flatten().nonzero().flatten().tolist()
+            here = f"; here: {', '.join(wrong)}" if wrong else ""
+            raise VerificationError(f"{name} differs from the reference on ranks {ranks}{here}")
+
+
+def _outcome(method: Method, inputs: Inputs, backward: bool) -> _Outcome:
+    x = inputs.x.clone().requires_grad_(backward)
+    topk_weights = inputs.topk_weights.clone().requires_grad_(backward)
+    plan = method.plan(inputs.topk_idx)
+    recv = method.dispatch(x, plan, topk_weights)
+    factors_G = 1 + plan.group_experts % 8 / 8
+    factors = torch.repeat_interleave(factors_G, plan.group_sizes).to(x.dtype)
+    y = method.combine(recv.x * factors[:, None], plan, recv.weights)
+    tensors = {"received rows": recv.x, "received weights": recv.weights, "y": y}
+    if backward:
+        torch.autograd.backward(y, inputs.x.flip(0))
+        assert x.grad is not None
+        tensors["gradient of x"] = x.grad
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    return _Outcome(plan, tensors, topk_weights.grad)
+
+
+def _differences(found: _Outcome, expected: _Outcome) -> list[str]:
+    wrong = [
+        f"plan.{name}"
+        for name in _PLAN_FIELDS
+        if not torch.equal(getattr(found.plan, name), getattr(expected.plan, name))
+    ]
+    wrong += [name for name, tensor in expected.tensors.items() if not _same_bits(found.tensors[name], tensor)]
+    if expected.grad_weights is not None:
+        assert found.grad_weights is not None
+        scale = expected.grad_weights.abs().max().item() if expected.grad_weights.numel() else 1.0
+        if not torch.allclose(found.grad_weights, expected.grad_weights, rtol=1e-4, atol=1e-4 * scale):
+            wrong.append("gradient of the weights")
+    return wrong
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

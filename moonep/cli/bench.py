@@ -1,0 +1,101 @@
+"""`moonep bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+__all__ = ["bench_command"]
+
+
+class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Items with commas between them, as a tuple."""
+
+    def __init__(self, kind: Callable[[str], Any], name: str, least: float | None = None):
+        self._kind, self.name, self._least = kind, name, least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            items = tuple(self._kind(item.strip()) for item in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not {self.name.lower()}", param, ctx)
+        if self._least is not None:
+            for item in items:
+                if not float(item) >= self._least:
+                    self.fail(f"{item} is less than {self._least:g}", param, ctx)
+        return items
+
+
+@click.command("bench")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks to start on this machine.  [default: one per GPU, at least 2]",
+)
+@click.option(
+    "--tokens", type=_Listed(int, "T,...", 1), default="512", show_default=True, help="Tokens of each rank; a list."
+)
+@click.option(
+    "--maxvio",
+    type=_Listed(float, "X,...", 0),
+    default=(),
+    help="Lognormal routing of this imbalance, max load / mean - 1, instead of a trace; a list.",
+)
+@click.option("--trace", metavar="FILE", help="Routing to replay: a file or a built-in name.  [default: pydoc]")
+@click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Experts in all.  [default: the trace's, 896]")
+@click.option("--topk", type=click.IntRange(min=1), metavar="N", help="Experts of a token.  [default: the trace's, 16]")
+@click.option(
+    "--hidden", type=click.IntRange(min=1), metavar="N", default=3584, show_default=True, help="Width of a row."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of the rows.",
+)
+@click.option("--policy", type=click.Choice(["home"]), default="home", show_default=True, help="Where rows may go.")
+@click.option(
+    "--transport",
+    type=_Listed(str, "NAME,..."),
+    default=(),
+    help="Methods to compare; a list of reference, collective, shm, local (one rank).  [default: all that work]",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=15,
+    show_default=True,
+    help="Timed blocks of many steps, of each method.",
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Threads of each rank."
+)
+@click.option("--backward", is_flag=True, help="Also time forward and backward together.")
+@click.option("--json", "json_path", metavar="FILE", help="Write JSON lines: one per method, phase and configuration.")
+@click.option("--plot", "plot_path", metavar="FILE", help="Draw a picture: *.png or *.svg (needs matplotlib).")
+def bench_command(json_path: str | None, plot_path: str | None, **options: Any) -> None:
+    """Times dispatch and combine against plain torch, side by side.
+
+    Starts its ranks itself, or uses those of torchrun (torchrun -m moonep
+    bench). Checks every method's results against the reference before timing
+    any, then prints a table for every combination of --tokens and routing.
+    """
+    from moonep.bench.command import bench, make_settings
+    from moonep.bench.verify import VerificationError
+    from moonep.errors import MoonEPError
+    from moonep.testing import RankFailure
+
+    try:
+        settings = make_settings(**options)
+        bench(settings, json_path, plot_path)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    except (MoonEPError, RankFailure, VerificationError) as error:
+        raise click.ClickException(str(error)) from None
