@@ -1,7 +1,9 @@
 """The one file that knows gradients: dispatch's backward is combine, and combine's is dispatch, on the saved plan.
 
 A verb first runs without autograd. If any rank needs a gradient, every rank's output is then hung on the graph, by an
-anchor where no input of this rank needs one, so that all ranks take part in the backward; if none does, nothing is.
+edge where no input of this rank needs one, so that all ranks take part in the backward; if none does, nothing is. A
+combine also hangs on the dispatches before it, even where this rank's rows do not link them (it received none, or ran
+its experts without a graph): whoever enters the one's backward will enter the other's.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ __all__ = ["Verbs", "combine", "dispatch"]
 class Verbs(Protocol):
     """What a Buffer does for the functions here; each call is collective."""
 
-    anchor: torch.Tensor
+    def add_edge(self, plan: Plan, edge: torch.Tensor) -> None:
+        """Keeps a dispatch's edge for the next combine of the plan."""
+
+    def take_edges(self, plan: Plan) -> torch.Tensor:
+        """An empty tensor, hung on the dispatches of the plan since its last combine."""
 
     def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
         """dispatch."""
@@ -51,10 +57,12 @@ def dispatch(
     if not needs_grad:
         x, topk_weights = x.detach(), topk_weights.detach()
     with torch.enable_grad():
-        outputs: tuple[torch.Tensor, torch.Tensor] = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            verbs.anchor, x, topk_weights, verbs, plan, (rows, weights)
+        edge = torch.empty(0, requires_grad=True)
+        rows, weights, edge = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            edge, x, topk_weights, verbs, plan, (rows, weights)
         )
-    return outputs
+    verbs.add_edge(plan, edge)
+    return rows, weights
 
 
 def combine(verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
@@ -64,13 +72,14 @@ def combine(verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Ten
         rows.requires_grad or (row_weights is not None and row_weights.requires_grad)
     )
     sums, _, agreement = verbs.run_combine(plan, rows.detach(), weights, needs_grad)
+    edges = verbs.take_edges(plan)
     if not agreement.needs_grad:
         return sums
     if not needs_grad:
         rows, row_weights = rows.detach(), weights
     with torch.enable_grad():
         y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            verbs.anchor, rows, row_weights, verbs, plan, (sums,)
+            edges, rows, row_weights, verbs, plan, (sums,)
         )
     return y
 
@@ -83,20 +92,20 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: torch.Tensor,
+        edge: torch.Tensor,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         verbs: Verbs,
         plan: Plan,
         results: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.verbs, ctx.plan = verbs, plan
-        return results
+        return *results, torch.empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> tuple[Any, ...]:
-        sums, scalars, _ = ctx.verbs.run_dispatch_backward(ctx.plan, grad_rows, grad_weights)
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+        sums, scalars, _agreement = ctx.verbs.run_dispatch_backward(ctx.plan, grad_rows, grad_weights)
         return None, sums, scalars, None, None, None
 
 
@@ -104,7 +113,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: torch.Tensor,
+        edges: torch.Tensor,
         rows: torch.Tensor,
         row_weights: torch.Tensor | None,
         verbs: Verbs,
@@ -123,4 +132,4 @@ class _Combine(torch.autograd.Function):
         # The rows are only wanted for the gradient of the weights.
         wanted = rows if ctx.needs_input_grad[2] else None
         grad_rows, dots, _ = ctx.verbs.run_combine_backward(ctx.plan, grad_y, row_weights, wanted)
-        return None, grad_rows, dots, None, None, None
+        return torch.zeros(0), grad_rows, dots, None, None, None

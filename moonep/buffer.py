@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -15,7 +16,7 @@ from moonep import autograd, checks
 from moonep.config import BufferConfig
 from moonep.errors import BufferClosedError, ForeignPlanError
 from moonep.plan import Plan, Received, first_expert
-from moonep.policy import Home
+from moonep.policy import Capacity, Home, Policy
 from moonep.transport import connect
 from moonep.transport.base import Agreed, Call, Collected, Spread, Transport
 from moonep.transport.group import Group
@@ -46,7 +47,7 @@ class Buffer:
         hidden: H, the width of a row.
         max_tokens: S, the most tokens that a rank may pass in one call.
         dtype: of the rows: bfloat16, float16 or float32.
-        policy: where rows may go: `Home()`.
+        policy: where rows may go: `Home()` or `Capacity(factor)`.
         transport: "auto", "local" (one rank), "shm" (ranks of one machine) or "collective" (any group).
         expert_alignment: every expert's rows are padded to a multiple of this many.
         combine_wire: how a rank's sum for a token crosses to its home: "float32", or "payload": rounded to `dtype`
@@ -67,7 +68,7 @@ class Buffer:
         hidden: int,
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
-        policy: Home = Home(),  # noqa: B008 (frozen)
+        policy: Policy = Home(),  # noqa: B008 (frozen)
         transport: str = "auto",
         expert_alignment: int = 1,
         combine_wire: str = "float32",
@@ -132,19 +133,22 @@ class Buffer:
 
         Args:
             topk_idx: [T, K] int32 or int64, any strides; the experts of each token, -1 for no route.
-            topk_weights: [T, K]; only a policy that drops routes looks at them.
+            topk_weights: [T, K]; `Capacity` drops the routes with the lowest. From all ranks or none.
 
         Returns:
             The Plan, good for any number of dispatches and combines until the Buffer is closed.
         """
 
-        def check() -> torch.Tensor:
+        def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             idx = checks.check_idx(topk_idx, self.config)
-            if topk_weights is not None:
-                checks.check_weights("topk_weights", topk_weights, tuple(idx.shape), idx.device)
-            return idx
+            if topk_weights is None:
+                return idx, None
+            checks.check_weights("topk_weights", topk_weights, tuple(idx.shape), idx.device)
+            if not isinstance(self.config.policy, Capacity):
+                return idx, None
+            return idx, topk_weights.detach().to(torch.float32).cpu().contiguous()
 
-        return self._calls.plan(self._calls.checked("plan", check))
+        return self._calls.plan(*self._calls.checked("plan", check))
 
     def dispatch(self, x: torch.Tensor, plan: Plan, topk_weights: torch.Tensor | None = None) -> Received:
         """Carries tokens to their experts' ranks. Collective and differentiable.
@@ -258,7 +262,7 @@ class _Calls:
         self.transport = transport
         self.closed = ""  # why
         self.mark = object()
-        self.anchor = torch.empty(0, requires_grad=True)
+        self._edges: weakref.WeakKeyDictionary[Plan, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._group = group
         self._pid = os.getpid()
         self._sequence = self._plans = 0
@@ -272,9 +276,9 @@ class _Calls:
             self._run(Call(verb, problem=error), self.transport.agree)
             raise AssertionError("a call with a problem was agreed to") from error
 
-    def plan(self, topk_idx: torch.Tensor) -> Plan:
-        call = Call("plan", num_tokens=topk_idx.shape[0])
-        plan = self._run(call, lambda call: self.transport.plan(call, topk_idx))
+    def plan(self, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:
+        call = Call("plan", num_tokens=topk_idx.shape[0], ranked=weights is not None)
+        plan = self._run(call, lambda call: self.transport.plan(call, topk_idx, weights))
         self._plans += 1
         return dataclasses.replace(plan, plan_id=self._plans, owner=self.mark)
 
@@ -305,6 +309,14 @@ class _Calls:
         weights, other = _to(row_weights, _CPU), _to(rows, _CPU)
         spread = self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, weights, other))
         return Spread(spread.rows.to(grad_y.device), _to(spread.scalars, grad_y.device), spread.agreement)
+
+    def add_edge(self, plan: Plan, edge: torch.Tensor) -> None:
+        self._edges.setdefault(plan, []).append(edge)
+
+    def take_edges(self, plan: Plan) -> torch.Tensor:
+        edges = self._edges.pop(plan, [])
+        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+            return torch.cat([torch.empty(0, requires_grad=True), *edges])
 
     def _call(self, verb: str, plan: Plan, needs_grad: bool = False) -> Call:
         return Call(

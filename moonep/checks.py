@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from moonep.config import DTYPES, BufferConfig
-from moonep.policy import Home
+from moonep.policy import OVERFLOWS, Capacity, Home
 
 __all__ = [
     "check_config",
@@ -49,8 +49,10 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
         raise ValueError(f"num_experts: expected less than 2**30, got {config.num_experts}")
     if config.dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {config.dtype}")
-    if not isinstance(config.policy, Home):
-        raise TypeError(f"policy: expected moonep.Home(), got {config.policy!r}")
+    if not isinstance(config.policy, (Home, Capacity)):
+        raise TypeError(f"policy: expected moonep.Home() or moonep.Capacity(), got {config.policy!r}")
+    if isinstance(config.policy, Capacity):
+        _check_capacity(config.policy)
     if config.transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
     if config.transport == "local" and num_ranks > 1:
@@ -73,6 +75,21 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
             f"max_tokens: {config.max_tokens} tokens x top_k {config.top_k} x {num_ranks} ranks make {rows} rows, more "
             f"than row numbers can hold ({_MAX_ROUTES}); at most {fits} fits"
         )
+    if num_ranks * config.step_rows(num_ranks) > _MAX_ROUTES:
+        raise ValueError(
+            f"policy: {config.policy} makes {num_ranks * config.step_rows(num_ranks)} rows of max_tokens "
+            f"{config.max_tokens} on {num_ranks} ranks, more than row numbers can hold ({_MAX_ROUTES})"
+        )
+
+
+def _check_capacity(policy: Capacity) -> None:
+    factor: object = policy.factor
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"policy: factor: expected a number, got {factor!r}")
+    if not 0 < factor < float("inf"):
+        raise ValueError(f"policy: factor: expected more than 0, got {factor!r}")
+    if policy.overflow not in OVERFLOWS:
+        raise ValueError(f"policy: overflow: expected one of {', '.join(OVERFLOWS)}, got {policy.overflow!r}")
 
 
 def check_fits(config: BufferConfig, num_ranks: int, ranks_here: int, available_bytes: int | None) -> None:
@@ -89,8 +106,9 @@ def check_fits(config: BufferConfig, num_ranks: int, ranks_here: int, available_
             too_many = middle
     raise ValueError(
         f"max_tokens: {config.max_tokens} tokens want {wanted} bytes on this machine ({ranks_here} ranks, each "
-        f"{config.step_bytes} for rows in and out at an even load and "
-        f"{config.rank_bytes(num_ranks) - config.step_bytes} for staging), but {available_bytes} are available; "
+        f"{config.step_bytes(num_ranks)} for rows in and out at an even load and "
+        f"{config.rank_bytes(num_ranks) - config.step_bytes(num_ranks)} for staging), but {available_bytes} are "
+        "available; "
         + (f"max_tokens={fits} fits" if fits else "not even one token fits: use fewer ranks or a smaller hidden")
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moonep.policy import Home
+from moonep.policy import Capacity, Policy
 
 __all__ = ["DTYPES", "BufferConfig"]
 
@@ -26,7 +26,7 @@ class BufferConfig:
     hidden: int  # H
     max_tokens: int  # S
     dtype: torch.dtype
-    policy: Home
+    policy: Policy
     transport: str
     expert_alignment: int
     combine_wire: str
@@ -62,6 +62,16 @@ class BufferConfig:
         """The ids of `max_tokens` tokens, as planning exchanges them."""
         return self.max_tokens * self.top_k * _INT32_BYTES
 
+    @property
+    def weights_bytes(self) -> int:
+        """The weights that planning exchanges, where the policy ranks routes by them."""
+        return self.max_tokens * self.token_scalars_bytes if isinstance(self.policy, Capacity) else 0
+
+    @property
+    def plan_bytes(self) -> int:
+        """All that a rank tells the others in planning: counts, ids, weights, one behind the other."""
+        return self.counts_bytes + self.ids_bytes + self.weights_bytes
+
     def staging_bytes(self, num_ranks: int) -> int:
         """One of a rank's two staging halves in shared memory.
 
@@ -71,13 +81,21 @@ class BufferConfig:
         one_token = max(
             self.row_bytes + self.token_scalars_bytes, num_ranks * (self.sum_bytes + self.token_scalars_bytes)
         )
-        return max(num_ranks * 2**20, one_token, self.counts_bytes + self.ids_bytes)
+        return max(num_ranks * 2**20, one_token, self.plan_bytes)
 
-    @property
-    def step_bytes(self) -> int:
-        """What a step with an even load holds at once on a rank: the rows received, and the experts' results."""
-        return 2 * self.max_tokens * self.top_k * self.row_bytes
+    def step_rows(self, num_ranks: int) -> int:
+        """The rows that a rank receives in a full step: under Home when the load is even, under Capacity always."""
+        if isinstance(self.policy, Capacity):
+            tokens = num_ranks * self.max_tokens
+            return -(-self.num_experts // num_ranks) * self.policy.rows_per_expert(
+                tokens, self.top_k, self.num_experts, self.expert_alignment
+            )
+        return self.max_tokens * self.top_k
+
+    def step_bytes(self, num_ranks: int) -> int:
+        """What a full step holds at once on a rank: the rows received, and the experts' results."""
+        return 2 * self.step_rows(num_ranks) * self.row_bytes
 
     def rank_bytes(self, num_ranks: int) -> int:
         """All that a rank needs: staging for two phases, where there are peers, and a step."""
-        return (2 * self.staging_bytes(num_ranks) if num_ranks > 1 else 0) + self.step_bytes
+        return (2 * self.staging_bytes(num_ranks) if num_ranks > 1 else 0) + self.step_bytes(num_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BufferClosedError",
+    "CapacityExceededError",
     "ConfigMismatchError",
     "ForeignPlanError",
     "MoonEPError",
@@ -24,6 +25,10 @@ class ConfigMismatchError(MoonEPError):
 
 class VerbMismatchError(MoonEPError):
     """Ranks called different verbs, or used different plans. Raised on every rank; the Buffer stays usable."""
+
+
+class CapacityExceededError(MoonEPError):
+    """An expert has more rows than `Capacity(overflow="error")` leaves it. Raised on every rank; nothing has moved."""
 
 
 class ForeignPlanError(MoonEPError, ValueError):

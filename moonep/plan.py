@@ -6,10 +6,13 @@ Plan, field by field.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from moonep.policy import Capacity, Home, Policy
 
 __all__ = ["Crossings", "Plan", "Received", "first_expert", "home_rank", "plan_plain"]
 
@@ -86,15 +89,30 @@ def _align_up(value: int, alignment: int) -> int:
 
 
 def plan_plain(
-    topk_idx_of_rank: Sequence[torch.Tensor], rank: int, *, num_experts: int, expert_alignment: int = 1
+    topk_idx_of_rank: Sequence[torch.Tensor],
+    rank: int,
+    *,
+    num_experts: int,
+    expert_alignment: int = 1,
+    policy: Policy = Home(),  # noqa: B008 (frozen)
+    topk_weights_of_rank: Sequence[torch.Tensor] | None = None,
 ) -> Plan:
-    """The Plan of `rank` under `Home`, from the routing of all ranks. The definition: slow, in loops.
+    """The Plan of `rank` from the routing of all ranks. The definition: slow, in loops.
 
-    `topk_idx_of_rank[r]` is rank r's [T, K], integer, -1 for no route.
+    `topk_idx_of_rank[r]` is rank r's [T, K], integer, -1 for no route; `topk_weights_of_rank[r]` its weights [T, K],
+    which `Capacity` goes by in dropping.
     """
     num_ranks = len(topk_idx_of_rank)
     ids = [idx.tolist() for idx in topk_idx_of_rank]
     top_k = topk_idx_of_rank[rank].shape[1]
+
+    room = None
+    routes = sum(ids_K.count(expert) for expert in range(num_experts) for ids_K in ids[rank])
+    if isinstance(policy, Capacity):
+        room = policy.rows_per_expert(sum(map(len, ids)), top_k, num_experts, expert_alignment)
+        weights = None if topk_weights_of_rank is None else [each.tolist() for each in topk_weights_of_rank]
+        _drop_overflow(ids, weights, num_experts, room)
+    routes_kept = sum(ids_K.count(expert) for expert in range(num_experts) for ids_K in ids[rank])
 
     # Where every expert's group begins at its home.
     sizes = [0] * num_experts
@@ -110,7 +128,7 @@ def plan_plain(
         if expert == first_expert(home, num_experts, num_ranks):
             end = 0
         starts[expert] = end
-        end += _align_up(sizes[expert], expert_alignment)
+        end += _align_up(sizes[expert], expert_alignment) if room is None else room
         ends[expert] = end
         rank_rows[home] += sizes[expert]
 
@@ -145,11 +163,27 @@ def plan_plain(
         rank_rows=torch.tensor(rank_rows, dtype=torch.int64),
         dst_rank=torch.tensor(dst_rank, dtype=torch.int64).reshape(len(ids[rank]), top_k),
         dst_row=torch.tensor(dst_row, dtype=torch.int64).reshape(len(ids[rank]), top_k),
-        num_dropped=0,
+        num_dropped=routes - routes_kept,
         num_tokens_of_rank=tuple(len(ids_TK) for ids_TK in ids),
         outbox=_crossings(outbox),
         inbox=_crossings(inbox),
     )
+
+
+def _drop_overflow(
+    ids: list[list[list[int]]], weights: list[list[list[float]]] | None, num_experts: int, room: int
+) -> None:
+    """Leaves every expert `room` routes: sets the ids of the others to -1, the lowest weight first, then the latest."""
+    for expert in range(num_experts):
+        ranked = []
+        for rank, ids_TK in enumerate(ids):
+            for t, ids_K in enumerate(ids_TK):
+                for k, chosen in enumerate(ids_K):
+                    if chosen == expert:
+                        weight = 0.0 if weights is None else weights[rank][t][k]
+                        ranked.append((math.inf if math.isnan(weight) else -weight, rank, t, k))
+        for _, rank, t, k in sorted(ranked)[room:]:
+            ids[rank][t][k] = -1
 
 
 def _crossings(peers: list[dict[int, list[tuple[int, int]]]]) -> Crossings:

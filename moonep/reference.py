@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from moonep.plan import Received, first_expert
+from moonep.policy import Capacity, Home, Policy
 
 __all__ = ["ReferencePlan", "combine", "dispatch", "plan"]
 
@@ -61,6 +62,8 @@ def plan(
     expert_alignment: int = 1,
     hosts: Sequence[int] | None = None,
     combine_wire: str = "float32",
+    policy: Policy = Home(),  # noqa: B008 (frozen)
+    topk_weights: torch.Tensor | None = None,
 ) -> ReferencePlan:
     """Decides where every route goes.
 
@@ -70,6 +73,8 @@ def plan(
         group: None: the default group, or one process alone when torch.distributed is not initialised.
         expert_alignment: every expert's rows are padded to a multiple of this many.
         hosts: [R] the host of every rank, for the order of sums; None: one host.
+        policy: where rows may go.
+        topk_weights: [T, K], by which `Capacity` drops; None on all ranks: the latest go first.
         combine_wire: "float32", or "payload": each rank's sum is rounded to the rows' dtype before it is added.
 
     Raises:
@@ -85,6 +90,15 @@ def plan(
     (num_tokens, top_k), device = topk_idx.shape, topk_idx.device
     ids = topk_idx.reshape(-1).long()
     counts_RE = _gather_counts(ids, top_k, num_experts, group, num_ranks)
+    num_routed = int(counts_RE[rank].sum())
+    room = None
+    if isinstance(policy, Capacity):
+        all_ids = _gather_ragged(ids, -1, group, num_ranks)
+        room = policy.rows_per_expert(sum(map(len, all_ids)) // top_k, top_k, num_experts, expert_alignment)
+        weights = torch.zeros_like(ids, dtype=torch.float32) if topk_weights is None else topk_weights.reshape(-1)
+        all_weights = _gather_ragged(weights.detach().float(), 0.0, group, num_ranks)
+        ids = _within_room(all_ids, all_weights, room)[rank]
+        counts_RE = _gather_counts(ids, top_k, num_experts, group, num_ranks)
 
     # Groups: every expert's rows at its home, padded.
     first = [first_expert(r, num_experts, num_ranks) for r in range(num_ranks + 1)]
@@ -92,6 +106,8 @@ def plan(
     home_E = torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(first).diff()).to(device)
     sizes_E = counts_RE.sum(0)
     padded_E = (sizes_E + expert_alignment - 1) // expert_alignment * expert_alignment
+    if room is not None:
+        padded_E = torch.full_like(sizes_E, room)
     ends_E = padded_E.cumsum(0)
     rows_before_R = torch.nn.functional.pad(ends_E, (1, 0))[first[:-1]]  # of the ranks before
     ends_E = ends_E - rows_before_R[home_E]
@@ -127,7 +143,7 @@ def plan(
         rank_rows=per_rank_RR.sum(0),
         dst_rank=dst_rank.view(num_tokens, top_k),
         dst_row=dst_row.view(num_tokens, top_k),
-        num_dropped=0,
+        num_dropped=num_routed - len(routes),
         sent_route=sent_route,
         sent_token=sent_route // top_k,
         send_sizes=send_sizes,
@@ -257,6 +273,34 @@ def _gather_counts(
                 f"in [0, {num_experts}), got {value}"
             )
     return gathered[:, 2:]
+
+
+def _gather_ragged(
+    values: torch.Tensor, padding: float, group: dist.ProcessGroup | None, num_ranks: int
+) -> list[torch.Tensor]:
+    """Every rank's `values`, of any length."""
+    if group is None:
+        return [values]
+    lengths = torch.empty(num_ranks, dtype=torch.int64, device=values.device)
+    dist.all_gather(list(lengths.unsqueeze(1).unbind()), torch.tensor([len(values)], device=values.device), group=group)
+    longest = int(lengths.max())
+    gathered = values.new_empty(num_ranks, longest)
+    padded = torch.nn.functional.pad(values, (0, longest - len(values)), value=padding)
+    dist.all_gather(list(gathered.unbind()), padded, group=group)
+    return [row[:length] for row, length in zip(gathered, lengths.tolist(), strict=True)]
+
+
+def _within_room(all_ids: list[torch.Tensor], all_weights: list[torch.Tensor], room: int) -> tuple[torch.Tensor, ...]:
+    """Every rank's ids, -1 for routes that their expert has no room for: the lowest weights, then the latest."""
+    ids, weights = torch.cat(all_ids), torch.cat(all_weights)
+    by_weight = weights.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(
+        descending=True, stable=True
+    )
+    order = by_weight[ids[by_weight].argsort(stable=True)]
+    experts = ids[order]
+    place = torch.arange(len(order), device=ids.device) - torch.searchsorted(experts, experts)
+    over = torch.zeros_like(ids, dtype=torch.bool).index_copy_(0, order, place >= room)
+    return torch.split(torch.where(over, -1, ids), [len(each) for each in all_ids])
 
 
 def _ranks_of_host(hosts: Sequence[int]) -> list[list[int]]:

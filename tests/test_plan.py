@@ -54,8 +54,8 @@ class Ranks:
     def send_words(self) -> tuple[list[list[torch.Tensor]], list[Outgoing]]:
         """words[source][destination], and what every rank keeps."""
         words, kept = [], []
-        for planner, ids, tokens in zip(self.planners, self.ids, self.tokens, strict=True):
-            sent, outgoing = planner.words_to_send(ids.data_ptr(), self.counts_addresses, tokens)
+        for planner, ids in zip(self.planners, self.ids, strict=True):
+            sent, outgoing = planner.words_to_send(ids.data_ptr(), self.counts_addresses, self.tokens)
             ends = outgoing.outbox.start[outgoing.outbox.first.long()].tolist()
             words.append([sent[begin:end] for begin, end in itertools.pairwise(ends)])
             kept.append(outgoing)
@@ -524,11 +524,11 @@ def test_rows_up_to_the_largest_number() -> None:
     lower, own = MAX_ROWS - 3, torch.tensor([[0, -1], [0, 0]])
     ranks = Ranks([torch.empty(0, 2, dtype=torch.int64), own], 2)
     ranks.counts[0][0] = lower  # as if rank 0 sent so many; its ids are not read here
-    _, outgoing = ranks.planners[1].words_to_send(ranks.ids[1].data_ptr(), ranks.counts_addresses, 2)
+    _, outgoing = ranks.planners[1].words_to_send(ranks.ids[1].data_ptr(), ranks.counts_addresses, (0, 2))
     assert outgoing.dst_row.tolist() == [[lower, -1], [lower + 1, lower + 2]]
     assert outgoing.outbox.row.tolist() == [lower, lower + 1, lower + 2]
     native = ranks.planners[0]._native
-    native.set_counts(ranks.counts_addresses)
+    native.set_counts(ranks.counts_addresses, -1)
     assert (native.num_rows, native.routes_in, native.routes_out) == (MAX_ROWS, MAX_ROWS, lower)
     experts, sizes, rank_rows = (torch.empty(2, dtype=torch.int64) for _ in range(3))
     ends = torch.empty(2, dtype=torch.int32)

@@ -120,15 +120,25 @@ NB_MODULE(_C, m) {
       "ids"_a, "id_bytes"_a, "tokens"_a, "top_k"_a, "stride_t"_a, "stride_k"_a, "experts"_a, "dense"_a, "counts"_a,
       Unlocked(), "Returns the flat index of the first id out of range, or -1.");
 
+  m.def(
+      "drop_overflow",
+      [](const Addresses& ids_of_rank, const Addresses& weights_of_rank, const Addresses& counts_of_rank,
+         const std::vector<int64_t>& tokens_of_rank, int64_t top_k, int64_t experts, int64_t capacity) {
+        drop_overflow(at<int32_t>(ids_of_rank), at<const float>(weights_of_rank), at<int32_t>(counts_of_rank),
+                      tokens_of_rank.data(), top_k, experts, capacity);
+      },
+      "ids_of_rank"_a, "weights_of_rank"_a, "counts_of_rank"_a, "tokens_of_rank"_a, "top_k"_a, "experts"_a,
+      "capacity"_a, Unlocked());
+
   nb::class_<HomePlanner>(m, "HomePlanner")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), "rank"_a, "ranks"_a, "experts"_a, "top_k"_a,
            "alignment"_a)
       .def(
           "set_counts",
-          [](HomePlanner& self, const Addresses& counts_of_rank) {
-            self.set_counts(at<const int32_t>(counts_of_rank));
+          [](HomePlanner& self, const Addresses& counts_of_rank, int64_t group_rows) {
+            self.set_counts(at<const int32_t>(counts_of_rank), group_rows);
           },
-          "counts_of_rank"_a, Unlocked())
+          "counts_of_rank"_a, "group_rows"_a, Unlocked(), "group_rows: of every expert; -1: as many as are counted.")
       .def_prop_ro("num_rows", &HomePlanner::num_rows)
       .def_prop_ro("routes_out", &HomePlanner::routes_out)
       .def_prop_ro("routes_in", &HomePlanner::routes_in)

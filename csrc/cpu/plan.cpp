@@ -1,7 +1,9 @@
 #include "cpu/plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace moonep {
 
@@ -53,6 +55,49 @@ int64_t close_gaps(const CrossingArrays& box, const std::vector<int64_t>& place,
 
 }  // namespace
 
+void drop_overflow(const std::vector<int32_t*>& ids_of_rank, const std::vector<const float*>& weights_of_rank,
+                   const std::vector<int32_t*>& counts_of_rank, const int64_t* tokens_of_rank, int64_t top_k,
+                   int64_t experts, int64_t capacity) {
+  struct Route {
+    float weight;
+    int32_t rank;
+    int64_t route;
+  };
+  std::vector<int64_t> sizes(experts, 0);
+  for (const int32_t* counts : counts_of_rank)
+    for (int64_t e = 0; e < experts; ++e) sizes[e] += counts[e];
+  std::vector<int32_t> place(experts, -1);
+  std::vector<std::vector<Route>> crowded;
+  for (int64_t e = 0; e < experts; ++e) {
+    if (sizes[e] <= capacity) continue;
+    place[e] = static_cast<int32_t>(crowded.size());
+    crowded.emplace_back();
+    crowded.back().reserve(sizes[e]);
+  }
+
+  for (size_t r = 0; r < ids_of_rank.size(); ++r) {
+    for (int64_t route = 0; route < tokens_of_rank[r] * top_k; ++route) {
+      const int32_t expert = ids_of_rank[r][route];
+      if (expert < 0 || place[expert] < 0) continue;
+      const float weight = weights_of_rank[r] ? weights_of_rank[r][route] : 0.0f;
+      crowded[place[expert]].push_back(
+          {std::isnan(weight) ? -std::numeric_limits<float>::infinity() : weight, static_cast<int32_t>(r), route});
+    }
+  }
+  for (std::vector<Route>& routes : crowded) {
+    // A total order, so what is kept does not depend on how the library sorts.
+    std::nth_element(routes.begin(), routes.begin() + capacity, routes.end(), [](const Route& a, const Route& b) {
+      if (a.weight != b.weight) return a.weight > b.weight;
+      return a.rank != b.rank ? a.rank < b.rank : a.route < b.route;
+    });
+    for (auto dropped = routes.begin() + capacity; dropped != routes.end(); ++dropped) {
+      int32_t& id = ids_of_rank[dropped->rank][dropped->route];
+      --counts_of_rank[dropped->rank][id];
+      id = -1;
+    }
+  }
+}
+
 HomePlanner::HomePlanner(int64_t rank, int64_t ranks, int64_t experts, int64_t top_k, int64_t alignment)
     : rank_(rank),
       ranks_(ranks),
@@ -62,12 +107,13 @@ HomePlanner::HomePlanner(int64_t rank, int64_t ranks, int64_t experts, int64_t t
       homes_{experts, ranks},
       home_(experts),
       sizes_(experts),
-      starts_(experts) {
+      starts_(experts),
+      ends_(experts) {
   for (int64_t r = 0; r < ranks; ++r)
     for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) home_[e] = static_cast<int32_t>(r);
 }
 
-void HomePlanner::set_counts(const std::vector<const int32_t*>& counts_of_rank) {
+void HomePlanner::set_counts(const std::vector<const int32_t*>& counts_of_rank, int64_t group_rows) {
   counts_ = counts_of_rank;
   std::fill(sizes_.begin(), sizes_.end(), 0);
   for (const int32_t* counts : counts_)
@@ -76,7 +122,8 @@ void HomePlanner::set_counts(const std::vector<const int32_t*>& counts_of_rank) 
     int64_t end = 0;
     for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) {
       starts_[e] = end;
-      end += align_up(sizes_[e], alignment_);
+      end += group_rows == kAsCounted ? align_up(sizes_[e], alignment_) : group_rows;
+      ends_[e] = end;
     }
     if (r == rank_) num_rows_ = end;
   }
@@ -91,7 +138,7 @@ void HomePlanner::write_groups(int64_t* group_experts, int64_t* group_sizes, int
   for (int64_t g = 0; g < homes_.count(rank_); ++g) {
     group_experts[g] = first + g;
     group_sizes[g] = sizes_[first + g];
-    group_ends[g] = static_cast<int32_t>(starts_[first + g] + align_up(sizes_[first + g], alignment_));
+    group_ends[g] = static_cast<int32_t>(ends_[first + g]);
   }
   for (int64_t r = 0; r < ranks_; ++r) {
     rank_rows[r] = 0;

@@ -27,13 +27,22 @@ struct CrossingArrays {
   int32_t* row;    // [M]
 };
 
-// How one rank numbers rows under Home. All counts are [R][E] through one pointer per rank.
+// Drops routes of every expert that has more than `capacity` in all ranks together: those of the lowest weight (NaN is
+// lowest, among equals the latest by rank, token and k; null weights: all are equal). ids and weights are [T, K] dense,
+// counts [E], one pointer per rank; a dropped id becomes -1 and leaves its rank's count.
+void drop_overflow(const std::vector<int32_t*>& ids_of_rank, const std::vector<const float*>& weights_of_rank,
+                   const std::vector<int32_t*>& counts_of_rank, const int64_t* tokens_of_rank, int64_t top_k,
+                   int64_t experts, int64_t capacity);
+
+// How one rank numbers rows that go to their experts' homes. All counts are [R][E] through one pointer per rank.
 class HomePlanner {
  public:
   HomePlanner(int64_t rank, int64_t ranks, int64_t experts, int64_t top_k, int64_t alignment);
 
-  // Must come first: sums the counts of all ranks.
-  void set_counts(const std::vector<const int32_t*>& counts_of_rank);
+  // Must come first: sums the counts of all ranks. Every expert gets `group_rows` rows, or (kAsCounted) as many as it
+  // has routes, aligned.
+  static constexpr int64_t kAsCounted = -1;
+  void set_counts(const std::vector<const int32_t*>& counts_of_rank, int64_t group_rows);
 
   int64_t num_rows() const { return num_rows_; }
   int64_t routes_out() const { return routes_out_; }  // this rank's routes, to anywhere
@@ -62,6 +71,7 @@ class HomePlanner {
   std::vector<int32_t> home_;    // [E] home rank
   std::vector<int64_t> sizes_;   // [E] rows of all ranks
   std::vector<int64_t> starts_;  // [E] first row at home
+  std::vector<int64_t> ends_;    // [E] behind the last, padding included
   int64_t num_rows_ = 0, routes_out_ = 0, routes_in_ = 0;
 };
 

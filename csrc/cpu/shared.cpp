@@ -236,6 +236,8 @@ SharedGroup::Outcome SharedGroup::wait_inside(int slice_ms) {
       if (now >= end || sleep_on(peer, seen, std::min(kSleepNs, end - now))) return {Outcome::kPending, peer, 0};
     }
   }
+  // Whoever comes so late that the others have given up must not think that all went well.
+  if (const uint64_t error = recorded_error()) return {Outcome::kError, rank_, error};
   return {Outcome::kDone, rank_, 0};
 }
 

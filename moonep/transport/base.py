@@ -27,7 +27,7 @@ VERBS = ("plan", "dispatch", "combine", "dispatch's backward", "combine's backwa
 _MUST_MATCH = struct.Struct("<qqqHHI")
 _OWN = struct.Struct("<qI")
 _MAX_TEXT = HEADER_BYTES - _MUST_MATCH.size - _OWN.size
-_NEEDS_GRAD, _WITHOUT_GRAPH = 1, 2
+_NEEDS_GRAD, _WITHOUT_GRAPH, _RANKED = 1, 2, 4
 # What an argument error may be; the status is its place here, 0 for none.
 _PROBLEMS: tuple[type[Exception], ...] = (ForeignPlanError, ValueError, TypeError, MoonEPError)
 
@@ -40,6 +40,7 @@ class Call:
     num_tokens: int = 0
     plan_id: int = -1
     needs_grad: bool = False  # an input of this rank requires a gradient
+    ranked: bool = False  # weights come along, by which routes are dropped
     without_graph: bool = False  # this rank is in inference mode and cannot take part in a backward
     problem: Exception | None = None  # what is wrong with this rank's arguments
     digest: int = 0
@@ -47,7 +48,7 @@ class Call:
 
     def pack(self) -> bytes:
         """The header, at most HEADER_BYTES."""
-        flags = _NEEDS_GRAD * self.needs_grad | _WITHOUT_GRAPH * self.without_graph
+        flags = _NEEDS_GRAD * self.needs_grad | _WITHOUT_GRAPH * self.without_graph | _RANKED * self.ranked
         status, text = 0, b""
         if self.problem is not None:
             status = next((i for i, kind in enumerate(_PROBLEMS, 1) if isinstance(self.problem, kind)), len(_PROBLEMS))
@@ -97,6 +98,14 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
         if len({fixed[place] for fixed in all_fixed}) > 1:
             used = ", ".join(f"{name} {fixed[place]}" for name, fixed in zip(names, all_fixed, strict=True))
             raise Agreed(VerbMismatchError(f"{VERBS[all_fixed[0][3]]}: ranks used different {what}: {used}"))
+    if len({fixed[4] & _RANKED for fixed in all_fixed}) > 1:
+        given = ", ".join(
+            f"{name} {'gave some' if fixed[4] & _RANKED else 'gave none'}"
+            for name, fixed in zip(names, all_fixed, strict=True)
+        )
+        raise Agreed(
+            ValueError(f"{VERBS[all_fixed[0][3]]}: topk_weights: expected from all ranks or none, got: {given}")
+        )
     needing = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[4] & _NEEDS_GRAD]
     unable = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[4] & _WITHOUT_GRAPH]
     if needing and unable:
@@ -138,8 +147,12 @@ class Transport(ABC):
         """The header alone: all that a verb does when this rank's arguments are wrong (it raises Agreed everywhere)."""
 
     @abstractmethod
-    def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
-        """The Plan for the routing of all ranks. Ids out of range become the call's problem."""
+    def plan(self, call: Call, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:
+        """The Plan for the routing of all ranks. Ids out of range become the call's problem.
+
+        `weights` [T, K] rank the routes of an expert that has too many; None: later ones are dropped first, or the
+        policy drops none. All ranks give them or none does.
+        """
 
     @abstractmethod
     def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:

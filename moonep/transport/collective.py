@@ -88,7 +88,7 @@ class CollectiveTransport(Transport):
         agreement = agree(gathered, self._group.names)
         return agreement, [each[HEADER_BYTES:][: len(rider)] for each in gathered] if rides else None
 
-    def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
+    def plan(self, call: Call, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:
         ids = torch.empty(call.num_tokens, self._config.top_k, dtype=torch.int32)
         counts = torch.zeros(self._config.num_experts, dtype=torch.int32)
         self._planner.load_ids_or_note(call, topk_idx, address(ids), address(counts))
@@ -97,8 +97,15 @@ class CollectiveTransport(Transport):
         if gathered is None:
             gathered = self._group.all_gather(own_counts, call.verb)
         counts_RE = torch.frombuffer(bytearray().join(gathered), dtype=torch.int32).view(len(gathered), -1)
+        num_tokens_of_rank = agreement.num_tokens_of_rank
+        kept = self._planner.kept(
+            counts_RE, num_tokens_of_rank, lambda: self._all_routes(call, ids, weights, num_tokens_of_rank)
+        )
+        num_dropped = 0
+        if kept is not None:
+            ids, counts_RE, num_dropped = kept.ids[self._rank], kept.counts_RE, kept.num_dropped
         counts_of_rank = [address(counts_E) for counts_E in counts_RE.unbind()]
-        words, outgoing = self._planner.words_to_send(address(ids), counts_of_rank, call.num_tokens)
+        words, outgoing = self._planner.words_to_send(address(ids), counts_of_rank, num_tokens_of_rank)
 
         totals_RE = counts_RE.long().cumsum(1)
         ends_RR = torch.nn.functional.pad(totals_RE, (1, 0))[:, self._homes]
@@ -106,11 +113,27 @@ class CollectiveTransport(Transport):
         sent, received = routes_RR[self._rank].tolist(), routes_RR[:, self._rank].tolist()
         words_in = torch.full((sum(received),), -1, dtype=torch.int32)  # what does not come stays -1
         self._group.all_to_all(words_in, words, received, sent, call.verb)
-        plan = self._planner.plan_from_words(words_in, received, agreement.num_tokens_of_rank, outgoing)
+        plan = self._planner.plan_from_words(words_in, received, num_tokens_of_rank, outgoing, num_dropped)
         if plan is None:
             name = self._group.names[self._rank]
             raise TransportError(f"{call.verb}: {name} received other routes than were counted")
         return plan
+
+    def _all_routes(
+        self, call: Call, ids: torch.Tensor, weights: torch.Tensor | None, num_tokens_of_rank: tuple[int, ...]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Ids and weights of every rank; only needed to drop, and that depends on all of them."""
+        own = ids if weights is None else torch.stack([ids, weights.view(torch.int32)])
+        longest = max(num_tokens_of_rank) * self._config.top_k * (1 if weights is None else 2) * ids.element_size()
+        gathered = self._group.all_gather(own.numpy().tobytes().ljust(longest, b"\0"), call.verb)
+        all_ids: list[torch.Tensor] = []
+        all_weights: list[torch.Tensor | None] = []
+        for data, num_tokens in zip(gathered, num_tokens_of_rank, strict=True):
+            routes = num_tokens * self._config.top_k
+            words = torch.frombuffer(bytearray(data), dtype=torch.int32)
+            all_ids.append(words[:routes].clone())
+            all_weights.append(None if weights is None else words[routes : 2 * routes].view(torch.float32))
+        return all_ids, all_weights
 
     def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:
         agreement = self.agree(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,7 @@ class Group:
         self.host_of_rank = [0]
         self.number = 0  # tells this group's Buffer from any other; the same on every rank
         self._pidfds: dict[int, int] = {}
+        self._close_pidfds = weakref.finalize(self, _close_all, {}, os.getpid())
         self._pids = [os.getpid()]
         self._exchanges = 0
         if group is not None:
@@ -66,6 +68,7 @@ class Group:
                 pidfd = _C.open_pidfd(self._pids[rank])
                 if pidfd >= 0:
                     self._pidfds[rank] = pidfd
+        self._close_pidfds = weakref.finalize(self, _close_all, self._pidfds, os.getpid())
 
     @property
     def ranks_here(self) -> int:
@@ -186,13 +189,19 @@ class Group:
 
     def close(self) -> None:
         """Stops watching. Local."""
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-        self._pidfds = {}
+        self._close_pidfds()
 
 
 def _random_number() -> int:
     return int.from_bytes(os.urandom(7), "little")
+
+
+def _close_all(pidfds: dict[int, int], pid: int) -> None:
+    """Also when a Group is dropped without close(); in a forked child the numbers may mean other things."""
+    if os.getpid() == pid:
+        for pidfd in pidfds.values():
+            os.close(pidfd)
+    pidfds.clear()
 
 
 def _name(rank: int, global_rank: int) -> str:

@@ -28,12 +28,15 @@ class LocalTransport(Transport):
     def agree(self, call: Call) -> Agreement:
         return agree([call.pack()], self._names)
 
-    def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
+    def plan(self, call: Call, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:
         ids = torch.empty(call.num_tokens, self._config.top_k, dtype=torch.int32)
         counts = torch.empty(self._config.num_experts, dtype=torch.int32)
         self._planner.load_ids_or_note(call, topk_idx, address(ids), address(counts))
-        agreement = self.agree(call)
-        return self._planner.plan_from_ids([address(ids)], [address(counts)], agreement.num_tokens_of_rank)
+        num_tokens_of_rank = self.agree(call).num_tokens_of_rank
+        kept = self._planner.kept(counts[None], num_tokens_of_rank, lambda: ([ids], [weights]))
+        if kept is not None:
+            return self._planner.plan_from_ids(*kept.addresses, num_tokens_of_rank, kept.num_dropped)
+        return self._planner.plan_from_ids([address(ids)], [address(counts)], num_tokens_of_rank)
 
     def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:
         agreement = self.agree(call)

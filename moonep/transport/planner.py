@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moonep import _C
 from moonep.config import BufferConfig
+from moonep.errors import CapacityExceededError
 from moonep.plan import Crossings, Plan, first_expert
-from moonep.transport.base import Call
+from moonep.policy import Capacity
+from moonep.transport.base import Agreed, Call
 
-__all__ = ["Outgoing", "Planner"]
+__all__ = ["Kept", "Outgoing", "Planner"]
 
 
 class Planner:
@@ -54,22 +56,71 @@ class Planner:
         except ValueError as error:
             call.problem = error
 
+    def group_rows(self, num_tokens_of_rank: Sequence[int]) -> int:
+        """How many rows the policy gives every expert; -1: as many as are routed to it."""
+        config = self.config
+        if isinstance(config.policy, Capacity):
+            total = sum(num_tokens_of_rank)
+            return config.policy.rows_per_expert(total, config.top_k, config.num_experts, config.expert_alignment)
+        return -1
+
+    def kept(
+        self,
+        counts_RE: torch.Tensor,
+        num_tokens_of_rank: Sequence[int],
+        read: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor | None]]],
+    ) -> Kept | None:
+        """What is left of all ranks' routes once those over the policy's room are dropped; None: all of them fit.
+
+        `read` gives copies of every rank's ids [T, K] int32, which are then written to, and weights [T, K] float32 (or
+        None). Raises Agreed where the policy does not drop: all ranks come to the same conclusion.
+        """
+        config, room = self.config, self.group_rows(num_tokens_of_rank)
+        sizes_E = counts_RE.sum(0)
+        if room < 0 or int(sizes_E.max()) <= room:
+            return None
+        assert isinstance(config.policy, Capacity)
+        if config.policy.overflow == "error":
+            expert = int(sizes_E.argmax())
+            raise Agreed(
+                CapacityExceededError(
+                    f"plan: {config.policy} leaves every expert {room} rows, but {int((sizes_E > room).sum())} of "
+                    f"{config.num_experts} experts have more; the most has expert {expert}: {int(sizes_E[expert])}"
+                )
+            )
+        ids, weights = read()
+        kept_RE = counts_RE.clone()
+        _C.drop_overflow(
+            [each.data_ptr() for each in ids],
+            [0 if each is None else each.data_ptr() for each in weights],
+            [counts_E.data_ptr() for counts_E in kept_RE.unbind()],
+            num_tokens_of_rank,
+            config.top_k,
+            config.num_experts,
+            room,
+        )
+        return Kept(ids, kept_RE, int(counts_RE[self.rank].sum() - kept_RE[self.rank].sum()))
+
     def plan_from_ids(
-        self, ids_of_rank: Sequence[int], counts_of_rank: Sequence[int], num_tokens_of_rank: tuple[int, ...]
+        self,
+        ids_of_rank: Sequence[int],
+        counts_of_rank: Sequence[int],
+        num_tokens_of_rank: tuple[int, ...],
+        num_dropped: int = 0,
     ) -> Plan:
         """The Plan where all ranks' ids and counts (addresses, as `load_ids` wrote them) can be read here."""
-        self._native.set_counts(counts_of_rank)
+        self._native.set_counts(counts_of_rank, self.group_rows(num_tokens_of_rank))
         outgoing = self._outgoing(ids_of_rank[self.rank], num_tokens_of_rank[self.rank])
         inbox, addresses = self._empty_box(self._native.routes_in)
         crossings = self._native.number_incoming(ids_of_rank, num_tokens_of_rank, addresses)
-        return self._plan(num_tokens_of_rank, outgoing, _cut(inbox, crossings))
+        return self._plan(num_tokens_of_rank, outgoing, _cut(inbox, crossings), num_dropped)
 
     def words_to_send(
-        self, ids_address: int, counts_of_rank: Sequence[int], num_tokens: int
+        self, ids_address: int, counts_of_rank: Sequence[int], num_tokens_of_rank: Sequence[int]
     ) -> tuple[torch.Tensor, Outgoing]:
         """Where ids stay with their rank: what the others must know of this rank's routes, int32 in outbox order."""
-        self._native.set_counts(counts_of_rank)
-        outgoing = self._outgoing(ids_address, num_tokens)
+        self._native.set_counts(counts_of_rank, self.group_rows(num_tokens_of_rank))
+        outgoing = self._outgoing(ids_address, num_tokens_of_rank[self.rank])
         words = torch.empty(self._native.routes_out, dtype=torch.int32)
         self._native.pack_words(ids_address, outgoing.outbox.addresses, words.data_ptr())
         return words, outgoing
@@ -80,6 +131,7 @@ class Planner:
         words_of_rank: Sequence[int],
         num_tokens_of_rank: tuple[int, ...],
         outgoing: Outgoing,
+        num_dropped: int = 0,
     ) -> Plan | None:
         """The Plan from every rank's words for this rank, in rank order; None when they contradict the counts."""
         inbox, addresses = self._empty_box(self._native.routes_in)
@@ -92,7 +144,7 @@ class Planner:
         inbox.token[into : into + end - out_of] = outbox.token[out_of:end]
         into, (out_of, end) = int(inbox.start[into]), outbox.start[[out_of, end]].tolist()
         inbox.route[into : into + end - out_of] = outbox.route[out_of:end]
-        return self._plan(num_tokens_of_rank, outgoing, inbox)
+        return self._plan(num_tokens_of_rank, outgoing, inbox, num_dropped)
 
     def _empty_box(self, routes: int) -> tuple[Crossings, tuple[int, int, int, int, int]]:
         """Arrays for at most one crossing per route, and one entry more, in one piece of memory."""
@@ -109,7 +161,9 @@ class Planner:
         )
         return Outgoing(dst_rank, dst_row, _cut(outbox, crossings))
 
-    def _plan(self, num_tokens_of_rank: tuple[int, ...], outgoing: Outgoing, inbox: Crossings) -> Plan:
+    def _plan(
+        self, num_tokens_of_rank: tuple[int, ...], outgoing: Outgoing, inbox: Crossings, num_dropped: int
+    ) -> Plan:
         groups = first_expert(self.rank + 1, self.config.num_experts, self.num_ranks) - first_expert(
             self.rank, self.config.num_experts, self.num_ranks
         )
@@ -130,11 +184,25 @@ class Planner:
             rank_rows=rank_rows,
             dst_rank=outgoing.dst_rank,
             dst_row=outgoing.dst_row,
-            num_dropped=0,
+            num_dropped=num_dropped,
             num_tokens_of_rank=num_tokens_of_rank,
             outbox=outgoing.outbox,
             inbox=inbox,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Routes of all ranks that have a row."""
+
+    ids: list[torch.Tensor]  # per rank [T, K] int32, -1 also for a dropped route
+    counts_RE: torch.Tensor  # [R, E] int32
+    num_dropped: int  # of this rank
+
+    @property
+    def addresses(self) -> tuple[list[int], list[int]]:
+        """Of every rank's ids and counts."""
+        return [each.data_ptr() for each in self.ids], [counts_E.data_ptr() for counts_E in self.counts_RE.unbind()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,13 +124,32 @@ class ShmTransport(Transport):
 
     # ---- verbs ----
 
-    def plan(self, call: Call, topk_idx: torch.Tensor) -> Plan:
-        own_counts = self._staging(self._rank)
-        self._planner.load_ids_or_note(call, topk_idx, own_counts + self._config.counts_bytes, own_counts)
-        agreement = self.agree(call)
-        counts_of_rank = [self._staged(rank) for rank in self._ranks]
-        ids_of_rank = [counts + self._config.counts_bytes for counts in counts_of_rank]
-        return self._planner.plan_from_ids(ids_of_rank, counts_of_rank, agreement.num_tokens_of_rank)
+    def plan(self, call: Call, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:
+        # Staging: counts, ids, and weights where they are given.
+        ids_at = self._config.counts_bytes
+        weights_at = ids_at + self._config.ids_bytes
+        staging = self._staging(self._rank)
+        self._planner.load_ids_or_note(call, topk_idx, staging + ids_at, staging)
+        if weights is not None:
+            _C.copy(staging + weights_at, address(weights), weights.nbytes, 1)
+        num_tokens_of_rank = self.agree(call).num_tokens_of_rank
+        staged = [self._staged(rank) for rank in self._ranks]
+
+        def read() -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+            routes = [num_tokens * self._config.top_k for num_tokens in num_tokens_of_rank]
+            ids = [_copy_of(at + ids_at, count, torch.int32) for at, count in zip(staged, routes, strict=True)]
+            if weights is None:
+                return ids, [None] * len(routes)
+            return ids, [
+                _copy_of(at + weights_at, count, torch.float32) for at, count in zip(staged, routes, strict=True)
+            ]
+
+        if self._planner.group_rows(num_tokens_of_rank) >= 0:
+            counts_RE = torch.stack([_copy_of(at, self._config.num_experts, torch.int32) for at in staged])
+            kept = self._planner.kept(counts_RE, num_tokens_of_rank, read)
+            if kept is not None:
+                return self._planner.plan_from_ids(*kept.addresses, num_tokens_of_rank, kept.num_dropped)
+        return self._planner.plan_from_ids([at + ids_at for at in staged], staged, num_tokens_of_rank)
 
     def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:
         weights = torch.zeros(plan.num_rows)
@@ -234,3 +253,10 @@ class ShmTransport(Transport):
     def close(self) -> None:
         self._shared.close()
         self._rows.memory.close()
+
+
+def _copy_of(source: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [count] of what lies at `source`."""
+    tensor = torch.empty(count, dtype=dtype)
+    _C.copy(address(tensor), source, tensor.nbytes, 1)
+    return tensor
