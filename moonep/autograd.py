@@ -1,13 +1,16 @@
 """The one file that knows gradients: dispatch's backward is combine, and combine's is dispatch, on the saved plan.
 
 A verb first runs without autograd. If any rank needs a gradient, every rank's output is then hung on the graph, by an
-edge where no input of this rank needs one, so that all ranks take part in the backward; if none does, nothing is. A
-combine also hangs on the dispatches before it, even where this rank's rows do not link them (it received none, or ran
-its experts without a graph): whoever enters the one's backward will enter the other's.
+edge where no input of this rank needs one, so that all ranks take part in the backward; if none does, nothing is.
+
+Whoever enters combine's backward must also enter that of the dispatch before it, even where its rows do not link the
+two (it received none, or ran its experts without a graph). The weights that dispatch gave are such a link; without
+them, combine hangs on an edge that the plan's last dispatch left.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +25,11 @@ __all__ = ["Verbs", "combine", "dispatch"]
 class Verbs(Protocol):
     """What a Buffer does for the functions here; each call is collective."""
 
-    def add_edge(self, plan: Plan, edge: torch.Tensor) -> None:
-        """Keeps a dispatch's edge for the next combine of the plan."""
+    def keep_edge(self, plan: Plan, edge: torch.Tensor | None) -> None:
+        """Keeps the edge of the plan's last dispatch, as long as the plan lives; None: it has none."""
 
-    def take_edges(self, plan: Plan) -> torch.Tensor:
-        """An empty tensor, hung on the dispatches of the plan since its last combine."""
+    def edge_of(self, plan: Plan) -> torch.Tensor:
+        """An empty tensor that requires a gradient, hung on that dispatch."""
 
     def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
         """dispatch."""
@@ -53,15 +56,16 @@ def dispatch(
     rows, weights, agreement = verbs.run_dispatch(plan, x.detach(), topk_weights.detach(), needs_grad)
     assert weights is not None
     if not agreement.needs_grad:
+        verbs.keep_edge(plan, None)
         return rows, weights
     if not needs_grad:
         x, topk_weights = x.detach(), topk_weights.detach()
     with torch.enable_grad():
         edge = torch.empty(0, requires_grad=True)
         rows, weights, edge = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            edge, x, topk_weights, verbs, plan, (rows, weights)
+            edge, x, topk_weights, verbs, replace(plan), (rows, weights)
         )
-    verbs.add_edge(plan, edge)
+    verbs.keep_edge(plan, edge)  # whose graph holds a copy of the plan: the edge must not keep the plan itself alive
     return rows, weights
 
 
@@ -72,14 +76,15 @@ def combine(verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Ten
         rows.requires_grad or (row_weights is not None and row_weights.requires_grad)
     )
     sums, _, agreement = verbs.run_combine(plan, rows.detach(), weights, needs_grad)
-    edges = verbs.take_edges(plan)
     if not agreement.needs_grad:
         return sums
     if not needs_grad:
-        rows, row_weights = rows.detach(), weights
+        rows = rows.detach()  # the weights keep their link
+    linked = row_weights is not None and row_weights.requires_grad
     with torch.enable_grad():
+        edge = torch.empty(0, requires_grad=True) if linked else verbs.edge_of(plan)
         y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            edges, rows, row_weights, verbs, plan, (sums,)
+            edge, rows, row_weights, verbs, replace(plan), (sums,)
         )
     return y
 
@@ -113,23 +118,21 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        edges: torch.Tensor,
+        edge: torch.Tensor,
         rows: torch.Tensor,
         row_weights: torch.Tensor | None,
         verbs: Verbs,
         plan: Plan,
         results: tuple[torch.Tensor],
     ) -> torch.Tensor:
-        ctx.verbs, ctx.plan, ctx.weighted = verbs, plan, row_weights is not None
-        if row_weights is not None:
-            ctx.save_for_backward(rows, row_weights)
+        ctx.verbs, ctx.plan = verbs, plan
+        # The rows are only wanted for the gradient of the weights.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, row_weights)
         return results[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
-        rows, row_weights = ctx.saved_tensors if ctx.weighted else (None, None)
-        # The rows are only wanted for the gradient of the weights.
-        wanted = rows if ctx.needs_input_grad[2] else None
-        grad_rows, dots, _ = ctx.verbs.run_combine_backward(ctx.plan, grad_y, row_weights, wanted)
+        rows, row_weights = ctx.saved_tensors
+        grad_rows, dots, _ = ctx.verbs.run_combine_backward(ctx.plan, grad_y, row_weights, rows)
         return torch.zeros(0), grad_rows, dots, None, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -192,7 +193,6 @@ class Buffer:
         def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             self._check_plan(plan)
             checks.check_rows("expert_out", expert_out, plan.num_rows, "the plan's rows x hidden", self.config)
-            checks.check_savable(expert_out=expert_out, weights=weights)
             if weights is None:
                 return expert_out.contiguous(), None
             checks.check_weights("weights", weights, (plan.num_rows,), expert_out.device)
@@ -241,7 +241,7 @@ class Buffer:
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan: expected a moonep Plan, got {type(plan).__name__}")
-        if plan.owner is not self._calls.mark:
+        if plan not in self._calls.plans:  # also not a changed copy of one
             raise ForeignPlanError("plan: expected a plan of this Buffer, got one that another Buffer (or nobody) made")
 
 
@@ -261,26 +261,29 @@ class _Calls:
     def __init__(self, group: Group, transport: Transport):
         self.transport = transport
         self.closed = ""  # why
-        self.mark = object()
-        self._edges: weakref.WeakKeyDictionary[Plan, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+        self._edges: weakref.WeakKeyDictionary[Plan, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()  # re-entered by a signal handler that closes
+        self._inside = 0  # verbs at work
         self._group = group
         self._pid = os.getpid()
-        self._sequence = self._plans = 0
+        self._sequence = 0
 
     def checked(self, verb: str, check: Callable[[], _Checked]) -> _Checked:
         """What `check` gives. When it finds fault with the arguments, tells all ranks, and all raise."""
         self.check_open(verb)
         try:
             return check()
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             self._run(Call(verb, problem=error), self.transport.agree)
             raise AssertionError("a call with a problem was agreed to") from error
 
     def plan(self, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:
         call = Call("plan", num_tokens=topk_idx.shape[0], ranked=weights is not None)
         plan = self._run(call, lambda call: self.transport.plan(call, topk_idx, weights))
-        self._plans += 1
-        return dataclasses.replace(plan, plan_id=self._plans, owner=self.mark)
+        plan = dataclasses.replace(plan, plan_id=self._sequence)
+        self.plans.add(plan)
+        return plan
 
     def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
         call = self._call("dispatch", plan, needs_grad)
@@ -291,6 +294,8 @@ class _Calls:
         self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool
     ) -> Collected:
         call = self._call("combine", plan, needs_grad)
+        saved = [tensor for tensor in (rows, row_weights) if tensor is not None]
+        call.without_graph |= any(tensor.is_inference() for tensor in saved)  # they could not be saved
         weights = _to(row_weights, _CPU)
         collected = self._run(call, lambda call: self.transport.collect(call, plan, rows.cpu(), weights, None))
         return Collected(collected.sums.to(rows.device), None, collected.agreement)
@@ -310,13 +315,15 @@ class _Calls:
         spread = self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, weights, other))
         return Spread(spread.rows.to(grad_y.device), _to(spread.scalars, grad_y.device), spread.agreement)
 
-    def add_edge(self, plan: Plan, edge: torch.Tensor) -> None:
-        self._edges.setdefault(plan, []).append(edge)
+    def keep_edge(self, plan: Plan, edge: torch.Tensor | None) -> None:
+        if edge is None:
+            self._edges.pop(plan, None)
+        else:
+            self._edges[plan] = edge
 
-    def take_edges(self, plan: Plan) -> torch.Tensor:
-        edges = self._edges.pop(plan, [])
-        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
-            return torch.cat([torch.empty(0, requires_grad=True), *edges])
+    def edge_of(self, plan: Plan) -> torch.Tensor:
+        edge = self._edges.get(plan)
+        return torch.empty(0, requires_grad=True) if edge is None else edge
 
     def _call(self, verb: str, plan: Plan, needs_grad: bool = False) -> Call:
         return Call(
@@ -328,17 +335,23 @@ class _Calls:
         )
 
     def _run(self, call: Call, move: Callable[[Call], _Result]) -> _Result:
-        self.check_open(call.verb)
-        call.sequence, call.digest = self._sequence, self._group.number
+        with self._lock:
+            self.check_open(call.verb)
+            self._inside += 1
+        call.sequence, call.buffer_number = self._sequence, self._group.number
         try:
             result = move(call)
+            self._sequence += 1  # only what every rank went through counts
+            return result
         except Agreed as agreed:  # every rank raises it, and nothing has moved: the Buffer stays usable
             raise agreed.error from None
         except BaseException as error:
             self.close(f"{type(error).__name__}: {error}")
             raise
-        self._sequence += 1  # only what every rank went through counts
-        return result
+        finally:
+            with self._lock:
+                self._inside -= 1
+                self._give_back_if_done()
 
     def check_open(self, verb: str) -> None:
         """Raises BufferClosedError: this Buffer is closed, or belongs to the process that this one was forked from."""
@@ -352,8 +365,15 @@ class _Calls:
             )
 
     def close(self, why: str) -> None:
-        if self.closed or os.getpid() != self._pid:
-            return
-        self.closed = why
-        self.transport.close()
-        self._group.close()
+        """Also from a signal handler or another thread: a verb at work is told, and gives all back as it ends."""
+        with self._lock:
+            if self.closed or os.getpid() != self._pid:
+                return
+            self.closed = why
+            self.transport.cancel()
+            self._give_back_if_done()
+
+    def _give_back_if_done(self) -> None:
+        if self.closed and not self._inside:
+            self.transport.close()
+            self._group.close()

@@ -3,6 +3,7 @@ the error is raised, because it is raised on every rank."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,6 @@ __all__ = [
     "check_fits",
     "check_idx",
     "check_rows",
-    "check_savable",
     "check_tensors",
     "check_weights",
     "is_time_limit",
@@ -24,6 +24,7 @@ __all__ = [
 COMBINE_WIRES = ("float32", "payload")
 TRANSPORTS = ("auto", "local", "collective", "shm")
 _MAX_ROUTES = 2**31 - 1  # row numbers are 32-bit on the wire
+_SHORTEST_SECS = 0.001
 
 
 def _positive(name: str, value: object) -> int:
@@ -36,7 +37,7 @@ def _positive(name: str, value: object) -> int:
 
 def is_time_limit(value: object) -> bool:
     """Whether `value` can bound a wait."""
-    return isinstance(value, (int, float)) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and _SHORTEST_SECS <= value < math.inf
 
 
 def check_config(config: BufferConfig, num_ranks: int) -> None:
@@ -62,7 +63,7 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
     limit: object = config.timeout_secs
     if not is_time_limit(limit):
         kind = ValueError if isinstance(limit, (int, float)) else TypeError
-        raise kind(f"timeout_secs: expected more than 0 seconds, got {limit!r}")
+        raise kind(f"timeout_secs: expected at least {_SHORTEST_SECS} seconds, and an end, got {limit!r}")
     rows = num_ranks * config.max_tokens * config.top_k + config.num_experts * config.expert_alignment
     fits = (_MAX_ROUTES - config.num_experts * config.expert_alignment) // (num_ranks * config.top_k)
     if fits < 1:
@@ -75,10 +76,10 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
             f"max_tokens: {config.max_tokens} tokens x top_k {config.top_k} x {num_ranks} ranks make {rows} rows, more "
             f"than row numbers can hold ({_MAX_ROUTES}); at most {fits} fits"
         )
-    if num_ranks * config.step_rows(num_ranks) > _MAX_ROUTES:
+    if config.step_rows(num_ranks) > _MAX_ROUTES:
         raise ValueError(
-            f"policy: {config.policy} makes {num_ranks * config.step_rows(num_ranks)} rows of max_tokens "
-            f"{config.max_tokens} on {num_ranks} ranks, more than row numbers can hold ({_MAX_ROUTES})"
+            f"policy: {config.policy} makes {config.step_rows(num_ranks)} rows on a rank for max_tokens "
+            f"{config.max_tokens} and {num_ranks} ranks, more than row numbers can hold ({_MAX_ROUTES})"
         )
 
 
@@ -106,7 +107,7 @@ def check_fits(config: BufferConfig, num_ranks: int, ranks_here: int, available_
             too_many = middle
     raise ValueError(
         f"max_tokens: {config.max_tokens} tokens want {wanted} bytes on this machine ({ranks_here} ranks, each "
-        f"{config.step_bytes(num_ranks)} for rows in and out at an even load and "
+        f"{config.step_bytes(num_ranks)} for rows in and out (under Home at an even load) and "
         f"{config.rank_bytes(num_ranks) - config.step_bytes(num_ranks)} for staging), but {available_bytes} are "
         "available; "
         + (f"max_tokens={fits} fits" if fits else "not even one token fits: use fewer ranks or a smaller hidden")
@@ -157,16 +158,6 @@ def check_rows(name: str, rows: object, num_rows: int, what: str, config: Buffer
         raise ValueError(f"{name}: expected shape [{num_rows}, {config.hidden}] ({what}), got {list(rows.shape)}")
     _check_memory(name, rows)
     return rows
-
-
-def check_savable(**tensors: torch.Tensor | None) -> None:
-    """What a backward will need again must not come from inference mode."""
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
-    for name, tensor in tensors.items():
-        if needs_grad and tensor is not None and tensor.is_inference():
-            raise ValueError(
-                f"{name}: expected a tensor that can be saved for backward, got one made in inference mode"
-            )
 
 
 def check_tensors(tensors: tuple[object, ...], num_local_experts: int) -> None:

@@ -8,13 +8,19 @@ import torch
 
 from moonep.policy import Capacity, Policy
 
-__all__ = ["DTYPES", "BufferConfig"]
+__all__ = ["ALIGN_BYTES", "DTYPES", "BufferConfig", "align"]
 
 # The payload dtypes, by the number that the native module knows them by.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+ALIGN_BYTES = 64  # where memory that ranks exchange holds several things, each starts at a multiple of this
 _FLOAT32_BYTES = 4
 _INT32_BYTES = 4
+
+
+def align(num_bytes: int) -> int:
+    """Up to the next multiple of ALIGN_BYTES."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,7 @@ class BufferConfig:
         Tokens pass through it in chunks, so it does not grow with `max_tokens` times `hidden`; it is as large as
         still fits the caches, and never less than one token of each kind or the ids of a whole plan.
         """
-        one_token = max(
-            self.row_bytes + self.token_scalars_bytes, num_ranks * (self.sum_bytes + self.token_scalars_bytes)
-        )
+        one_token = num_ranks * (max(self.row_bytes, self.sum_bytes) + self.token_scalars_bytes + 2 * ALIGN_BYTES)
         return max(num_ranks * 2**20, one_token, self.plan_bytes)
 
     def step_rows(self, num_ranks: int) -> int:
@@ -98,4 +102,5 @@ class BufferConfig:
 
     def rank_bytes(self, num_ranks: int) -> int:
         """All that a rank needs: staging for two phases, where there are peers, and a step."""
-        return (2 * self.staging_bytes(num_ranks) if num_ranks > 1 else 0) + self.step_bytes(num_ranks)
+        shares = num_ranks > 1 and self.transport in ("auto", "shm")
+        return (2 * self.staging_bytes(num_ranks) if shares else 0) + self.step_bytes(num_ranks)

@@ -59,8 +59,8 @@ class Plan:
     num_tokens_of_rank: tuple[int, ...] = field(repr=False)  # [R] T of every rank
     outbox: Crossings = field(repr=False)  # what this rank sends
     inbox: Crossings = field(repr=False)  # what this rank receives
+    layout: tuple[torch.Tensor, torch.Tensor] = field(repr=False)  # group_sizes and group_ends, for the transport alone
     plan_id: int = -1  # which plan of its Buffer this is; the same on every rank
-    owner: object = field(default=None, repr=False)  # the Buffer's mark, so that another Buffer refuses it
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +107,12 @@ def plan_plain(
     top_k = topk_idx_of_rank[rank].shape[1]
 
     room = None
-    routes = sum(ids_K.count(expert) for expert in range(num_experts) for ids_K in ids[rank])
+    routed = sum(expert >= 0 for ids_K in ids[rank] for expert in ids_K)
     if isinstance(policy, Capacity):
         room = policy.rows_per_expert(sum(map(len, ids)), top_k, num_experts, expert_alignment)
-        weights = None if topk_weights_of_rank is None else [each.tolist() for each in topk_weights_of_rank]
+        weights = None if topk_weights_of_rank is None else [each.float().tolist() for each in topk_weights_of_rank]
         _drop_overflow(ids, weights, num_experts, room)
-    routes_kept = sum(ids_K.count(expert) for expert in range(num_experts) for ids_K in ids[rank])
+    kept = sum(expert >= 0 for ids_K in ids[rank] for expert in ids_K)
 
     # Where every expert's group begins at its home.
     sizes = [0] * num_experts
@@ -152,21 +152,24 @@ def plan_plain(
                     inbox[source].setdefault(t, []).append((t * top_k + k, row))
 
     mine = range(first_expert(rank, num_experts, num_ranks), first_expert(rank + 1, num_experts, num_ranks))
+    group_sizes = torch.tensor([sizes[e] for e in mine], dtype=torch.int64)
+    group_ends = torch.tensor([ends[e] for e in mine], dtype=torch.int32)
     return Plan(
         num_tokens=len(ids[rank]),
         num_rows=ends[mine[-1]] if mine else 0,
         num_groups=len(mine),
         group_experts=torch.tensor(list(mine), dtype=torch.int64),
-        group_sizes=torch.tensor([sizes[e] for e in mine], dtype=torch.int64),
-        group_ends=torch.tensor([ends[e] for e in mine], dtype=torch.int32),
+        group_sizes=group_sizes,
+        group_ends=group_ends,
         replicas=torch.empty(num_ranks, 0, dtype=torch.int64),
         rank_rows=torch.tensor(rank_rows, dtype=torch.int64),
         dst_rank=torch.tensor(dst_rank, dtype=torch.int64).reshape(len(ids[rank]), top_k),
         dst_row=torch.tensor(dst_row, dtype=torch.int64).reshape(len(ids[rank]), top_k),
-        num_dropped=routes - routes_kept,
+        num_dropped=routed - kept,
         num_tokens_of_rank=tuple(len(ids_TK) for ids_TK in ids),
         outbox=_crossings(outbox),
         inbox=_crossings(inbox),
+        layout=(group_sizes, group_ends),
     )
 
 

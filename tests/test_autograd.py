@@ -348,10 +348,25 @@ def test_a_plan_made_in_inference_mode_serves_training(ep: moonep.Buffer) -> Non
 
 def test_nothing_is_kept_between_steps(ep: moonep.Buffer) -> None:
     x = integers(T, H).requires_grad_()
+    for _ in range(5):
+        plan = ep.plan(routing())
+        recv = ep.dispatch(x.exp(), plan)  # no combine: as when a checkpoint stops its recomputation early
+        ep.dispatch(x.exp(), plan).x.sum().backward()
+    del plan, recv
+    gc.collect()
+    assert not ep._calls._edges
+    assert not ep._calls.plans
+
+
+def test_dispatches_of_one_plan_have_graphs_of_their_own(ep: moonep.Buffer) -> None:
+    a, b = integers(T, H).requires_grad_(), integers(T, H).requires_grad_()
     plan = ep.plan(routing())
-    for _ in range(3):
-        ep.combine(ep.dispatch(x, plan).x, plan).sum().backward()
-        assert not ep._calls._edges
+    weights = torch.rand(T, K, requires_grad=True)
+    first, second = ep.dispatch(a.exp(), plan, weights), ep.dispatch(b.exp(), plan)
+    ep.combine(first.x, plan, first.weights).sum().backward()
+    second.x.sum().backward()
+    assert a.grad is not None
+    assert b.grad is not None
 
 
 # ---- dtypes, layouts, autocast ----

@@ -1,5 +1,6 @@
 """What a wrong argument or setting means: the same error on every rank, with a text that helps, and a usable Buffer."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -291,6 +292,9 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str, str]] = [
     ({"timeout_secs": 0}, "ValueError", "got 0"),
     ({"timeout_secs": -1.0}, "ValueError", "got -1.0"),
     ({"timeout_secs": float("nan")}, "ValueError", "got nan"),
+    ({"timeout_secs": 0.0005}, "ValueError", "got 0.0005"),
+    ({"timeout_secs": float("inf")}, "ValueError", "got inf"),
+    ({"timeout_secs": True}, "ValueError", "got True"),
     ({"timeout_secs": "soon"}, "TypeError", "soon"),
     ({"timeout_secs": None}, "TypeError", "None"),
 ]
@@ -491,3 +495,58 @@ def bad_replicate(rank: int) -> None:
 
 def test_replicate(pool: Any) -> None:
     pool.run(bad_replicate)
+
+
+# ---- plans that were tampered with, and calls on one group that do not belong together ----
+
+
+def tampered_plans(rank: int, transport: str) -> list[Said]:
+    with moonep.Buffer(transport=transport, **SETTINGS) as ep:
+        plan = ep.plan(good_idx())
+        x, rows = torch.randn(T, H), torch.randn(plan.num_rows, H)
+        copy = dataclasses.replace(plan, num_dropped=1)
+        found = [said(lambda: ep.dispatch(x, copy if rank else plan)), said(lambda: ep.combine(rows, copy))]
+        plan.group_sizes.mul_(1000)  # the public tensors are the caller's; nothing is steered by them
+        plan.group_ends.zero_()
+        recv = ep.dispatch(x, plan)
+        assert recv.x.shape == (plan.num_rows, H)
+        works(ep)
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_copied_and_changed_plans(pool2: Any, transport: str) -> None:
+    for everyone, rank in zip(zip(*pool2.run(tampered_plans, transport), strict=True), (1, 0), strict=True):
+        check_said(list(everyone), "ForeignPlanError", f"rank {rank}", "plan: ")
+
+
+def making_beside_a_verb(rank: int) -> Said:
+    with moonep.Buffer(transport="collective", **SETTINGS) as ep:
+        if rank == 0:
+            return said(lambda: ep.plan(good_idx()))
+        return said(lambda: moonep.Buffer(transport="collective", **SETTINGS))
+
+
+def test_making_a_buffer_beside_a_verb(pool2: Any) -> None:
+    verb, making = pool2.run(making_beside_a_verb)
+    check_said([verb], "TransportError", "plan: rank 1", "making a Buffer")
+    check_said([making], "TransportError", "making a Buffer: rank 0", "a verb")
+
+
+def inference_tensors_beside_training(rank: int, transport: str) -> Said:
+    with moonep.Buffer(transport=transport, **SETTINGS) as ep:
+        plan = ep.plan(good_idx())
+        with torch.inference_mode(rank == 1):
+            rows = torch.randn(plan.num_rows, H)
+        weights = torch.rand(plan.num_rows, requires_grad=rank == 0)
+        found = said(lambda: ep.combine(rows, plan, weights))
+        works(ep)
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_inference_tensors_beside_training(pool2: Any, transport: str) -> None:
+    found = pool2.run(inference_tensors_beside_training, transport)
+    check_said(
+        found, "ValueError", "rank 0 needs gradients", "rank 1 is in inference mode, or passed tensors made in it"
+    )

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -354,3 +355,38 @@ def test_interrupted(transport: str) -> None:
         kind, waited_secs = pool.run(interrupted, transport)[0]
     assert kind == "KeyboardInterrupt"
     assert waited_secs < 1.8
+
+
+# ---- a Buffer that is closed while a verb of it is at work ----
+
+
+def closed_by_a_thread(rank: int, transport: str, rounds: int) -> list[str]:
+    """How the verbs ended on this rank."""
+    ends = []
+    hidden = 1 << 14
+    for i in range(rounds):
+        ep = moonep.Buffer(num_experts=8, top_k=2, hidden=hidden, max_tokens=256, transport=transport, timeout_secs=3)
+        idx = torch.arange(512).view(256, 2) % 8
+        x = torch.zeros(256, hidden, dtype=torch.bfloat16)
+        timer = threading.Timer(0.002 * (i % 7), ep.close)
+        if rank == 0:
+            timer.start()
+        try:
+            while True:
+                plan = ep.plan(idx)
+                recv = ep.dispatch(x, plan)
+                ep.combine(recv.x, plan, recv.weights)
+        except moonep.errors.MoonEPError as error:
+            ends.append(type(error).__name__)
+        if rank == 0:
+            timer.join()
+        ep.close()
+    return ends
+
+
+def test_closed_by_a_thread() -> None:
+    """Memory must not go while rows are moved in it."""
+    with fresh_pool(2) as pool:
+        mine, theirs = pool.run(closed_by_a_thread, "shm", 12, timeout_secs=90)
+    assert set(mine) <= {"BufferClosedError", "TransportError"}
+    assert set(theirs) == {"TransportError"}

@@ -177,10 +177,24 @@ def test_recorded_error_ends_every_wait() -> None:
         groups[0].announce()
         groups[1].announce()
         assert {group.recorded_error for group in groups} == {0}
-        threading.Timer(0.2, groups[2].record_error, [2**40 + 77]).start()
+        threading.Timer(0.2, groups[2].record_error, [77]).start()
         outcomes = run_on_all(groups[:2], lambda _, group: group.wait(30.0))
-        assert [(kind, error) for kind, _, error in outcomes] == [(ERROR, 2**40 + 77)] * 2  # type: ignore[misc]
-        assert {group.recorded_error for group in groups} == {2**40 + 77}
+        assert [(kind, error) for kind, _, error in outcomes] == [(ERROR, 77)] * 2  # type: ignore[misc]
+        assert {group.recorded_error for group in groups} == {77}
+
+
+def test_an_error_of_a_later_phase_waits_for_it() -> None:
+    """A slow rank still completes what everybody did; it raises in the phase in which the error happened."""
+    with ranks(2) as groups:
+        for group in groups:
+            group.announce()
+        assert groups[1].wait(5.0)[0] == DONE
+        groups[1].announce()
+        error = groups[1].record_error(5)
+        assert error == 2 << 32 | 5
+        assert groups[0].wait(5.0)[0] == DONE
+        groups[0].announce()
+        assert groups[0].wait(5.0)[::2] == (ERROR, error)
 
 
 def test_the_first_error_stands() -> None:

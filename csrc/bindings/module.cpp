@@ -292,6 +292,7 @@ NB_MODULE(_C, m) {
            "2 lost, 3 closed, 4 error recorded.")
       .def("record_error", &SharedGroup::record_error, "error"_a)
       .def_prop_ro("recorded_error", &SharedGroup::recorded_error)
+      .def("cancel", &SharedGroup::cancel)
       .def("close", &SharedGroup::close);
 
   m.def("open_pidfd", &open_pidfd, "pid"_a);

@@ -28,9 +28,9 @@ namespace {
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free,
               "flags in shared memory must not need locks");
 
+constexpr size_t kMostStagingBytes = size_t{1} << 46;
 // How long a wait spins before it yields, and yields before it sleeps. A peer on another core answers within the
 // first; peers that share this core need the second at once; sleeping costs tens of microseconds to wake.
-constexpr size_t kMostStagingBytes = size_t{1} << 46;
 constexpr int kSpins = 400;
 constexpr int64_t kYieldNs = 200 * 1000;
 constexpr int64_t kSleepNs = 20 * 1000 * 1000;  // then look whether the peer still lives
@@ -67,7 +67,7 @@ int open_pidfd(int64_t pid) {
 
 bool is_alive(int pidfd) {
   pollfd watched{pidfd, POLLIN, 0};
-  return poll(&watched, 1, 0) != 1;
+  return poll(&watched, 1, 0) != 1 || (watched.revents & POLLIN) == 0;
 }
 
 SharedGroup::SharedGroup(int64_t rank, int64_t ranks, size_t staging_bytes)
@@ -102,7 +102,6 @@ SharedGroup::SharedGroup(int64_t rank, int64_t ranks, size_t staging_bytes)
     throw;
   }
   SegmentFlags* own = new (base_[rank]) SegmentFlags{};
-  own->staging_bytes = staging_bytes_;
   if (getrandom(own->nonce, kNonceBytes, 0) != static_cast<ssize_t>(kNonceBytes)) {
     close();
     throw std::runtime_error(reason("getrandom"));
@@ -196,7 +195,7 @@ SharedGroup::Outcome SharedGroup::wait(int slice_ms) {
   }
   const Outcome outcome = wait_inside(slice_ms);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (--waits_inside_ == 0 && closing_) unmap();
+  if (--waits_inside_ == 0 && unmapping_) unmap();
   return outcome;
 }
 
@@ -213,7 +212,7 @@ SharedGroup::Outcome SharedGroup::wait_inside(int slice_ms) {
       const uint32_t seen = theirs->phase.load(std::memory_order_acquire);
       if (reached(seen, target)) break;
       if (closing_) return {Outcome::kClosed, rank_, 0};
-      if (const uint64_t error = recorded_error()) return {Outcome::kError, peer, error};
+      if (const uint64_t error = error_until(target)) return {Outcome::kError, peer, error};
       if (++spins < kSpins) {
         pause_cpu();
         continue;
@@ -237,11 +236,17 @@ SharedGroup::Outcome SharedGroup::wait_inside(int slice_ms) {
     }
   }
   // Whoever comes so late that the others have given up must not think that all went well.
-  if (const uint64_t error = recorded_error()) return {Outcome::kError, rank_, error};
+  if (const uint64_t error = error_until(target)) return {Outcome::kError, rank_, error};
   return {Outcome::kDone, rank_, 0};
 }
 
-uint64_t SharedGroup::record_error(uint64_t error) {
+uint64_t SharedGroup::error_until(uint32_t phase) const {
+  const uint64_t error = recorded_error();
+  return error && reached(phase, static_cast<uint32_t>(error >> 32)) ? error : 0;
+}
+
+uint64_t SharedGroup::record_error(uint32_t code) {
+  const uint64_t error = static_cast<uint64_t>(phase_ - 1) << 32 | code;
   uint64_t none = 0;
   // Acquire and release: whoever reads an error also sees what its rank did before.
   return flags(0)->first_error.compare_exchange_strong(none, error, std::memory_order_acq_rel) ? error : none;
@@ -249,7 +254,7 @@ uint64_t SharedGroup::record_error(uint64_t error) {
 
 uint64_t SharedGroup::recorded_error() const { return flags(0)->first_error.load(std::memory_order_acquire); }
 
-void SharedGroup::close() {
+void SharedGroup::cancel() {
   // A forked child has none of the memory (MADV_DONTFORK): what lies at these addresses there is not ours.
   if (getpid() != owner_pid_) return;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -260,6 +265,13 @@ void SharedGroup::close() {
     // Sleepers look again at once: the kernel only needs to be told, the value need not change.
     syscall(SYS_futex, &own->phase, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
+}
+
+void SharedGroup::close() {
+  if (getpid() != owner_pid_) return;
+  cancel();
+  std::lock_guard<std::mutex> lock(mutex_);
+  unmapping_ = true;
   if (waits_inside_ == 0) unmap();
 }
 
@@ -280,8 +292,10 @@ std::string SharedGroup::connect(int64_t, int64_t, int, const std::string&) { re
 void SharedGroup::release_fd() {}
 void SharedGroup::announce() {}
 SharedGroup::Outcome SharedGroup::wait(int) { return {Outcome::kClosed, 0, 0}; }
-uint64_t SharedGroup::record_error(uint64_t error) { return error; }
+uint64_t SharedGroup::record_error(uint32_t error) { return error; }
+uint64_t SharedGroup::error_until(uint32_t) const { return 0; }
 uint64_t SharedGroup::recorded_error() const { return 0; }
+void SharedGroup::cancel() {}
 void SharedGroup::close() {}
 bool is_alive(int) { return true; }
 int open_pidfd(int64_t) { return -1; }

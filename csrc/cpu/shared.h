@@ -22,7 +22,6 @@ constexpr size_t kNonceBytes = 16;
 
 struct SegmentFlags {
   char nonce[kNonceBytes];
-  uint64_t staging_bytes;
   // The last phase that the owner announced. A futex sleeps on its low half, so it counts whole.
   alignas(64) std::atomic<uint32_t> phase;
   std::atomic<uint32_t> closed;                   // the owner will announce no more
@@ -68,9 +67,12 @@ class SharedGroup {
   // close() is called meanwhile, by another thread or a signal handler, says kClosed with this rank's own number.
   Outcome wait(int slice_ms);
 
-  // Records what every rank shall raise, unless something is recorded already; returns what stands.
-  uint64_t record_error(uint64_t error);
+  // Records what every rank shall raise, unless something is recorded already; returns what stands. The upper half
+  // is the phase in which it happened: a rank that completes an earlier phase late does not raise there.
+  uint64_t record_error(uint32_t error);
   uint64_t recorded_error() const;
+  // Ends waits, here and at the peers; memory stays as it is, for a verb that may be at work in it.
+  void cancel();
   void close();
 
  private:
@@ -80,6 +82,7 @@ class SharedGroup {
   std::string map_peer(int64_t peer, int64_t pid, int fd, const std::string& nonce);
   void disconnect(int64_t peer);
   void unmap();
+  uint64_t error_until(uint32_t phase) const;
   bool sleep_on(int64_t peer, uint32_t seen, int64_t ns);
 
   int64_t rank_, ranks_;
@@ -92,6 +95,7 @@ class SharedGroup {
   // Memory stays mapped while a wait is inside.
   std::mutex mutex_;
   int waits_inside_ = 0;
+  bool unmapping_ = false;
   std::atomic<bool> closing_{false};
 };
 

@@ -46,7 +46,7 @@ def _raise_first_problem(group: Group, check: object) -> None:
     problem: Exception | None = None
     try:
         check()  # type: ignore[operator]
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         problem = error
     mine = {"kind": type(problem).__name__ if problem else "", "text": str(problem or "")}
     for name, record in zip(group.names, group.gather_records(mine, _MAKING), strict=True):
@@ -56,7 +56,10 @@ def _raise_first_problem(group: Group, check: object) -> None:
 
 
 def _check_same_settings(config: BufferConfig, group: Group) -> None:
-    settings = {name: str(value) for name, value in asdict(config).items()} | {"policy": repr(config.policy)}
+    settings = {name: str(value) for name, value in asdict(config).items() if name != "timeout_secs"} | {
+        "policy": repr(config.policy),
+        "timeout_secs": str(float(config.timeout_secs)),
+    }
     records = group.gather_records(settings, _MAKING)
     for field in settings:
         values = [record[field] for record in records]

@@ -23,7 +23,7 @@ __all__ = ["HEADER_BYTES", "VERBS", "Agreed", "Agreement", "Call", "Collected", 
 HEADER_BYTES = 512
 VERBS = ("plan", "dispatch", "combine", "dispatch's backward", "combine's backward")
 
-# digest, sequence number, plan id, verb, flags, status | tokens, length of the text | text
+# Buffer number, sequence number, plan id, verb, flags, status | tokens, length of the text | text
 _MUST_MATCH = struct.Struct("<qqqHHI")
 _OWN = struct.Struct("<qI")
 _MAX_TEXT = HEADER_BYTES - _MUST_MATCH.size - _OWN.size
@@ -43,7 +43,7 @@ class Call:
     ranked: bool = False  # weights come along, by which routes are dropped
     without_graph: bool = False  # this rank is in inference mode and cannot take part in a backward
     problem: Exception | None = None  # what is wrong with this rank's arguments
-    digest: int = 0
+    buffer_number: int = 0  # tells the Buffers of a group apart
     sequence: int = 0
 
     def pack(self) -> bytes:
@@ -52,8 +52,9 @@ class Call:
         status, text = 0, b""
         if self.problem is not None:
             status = next((i for i, kind in enumerate(_PROBLEMS, 1) if isinstance(self.problem, kind)), len(_PROBLEMS))
-            text = str(self.problem).encode()[:_MAX_TEXT]
-        fixed = _MUST_MATCH.pack(self.digest, self.sequence, self.plan_id, VERBS.index(self.verb), flags, status)
+            kind = "" if isinstance(self.problem, _PROBLEMS) else f"{type(self.problem).__name__}: "
+            text = (kind + str(self.problem)).encode()[:_MAX_TEXT]
+        fixed = _MUST_MATCH.pack(self.buffer_number, self.sequence, self.plan_id, VERBS.index(self.verb), flags, status)
         return fixed + _OWN.pack(self.num_tokens, len(text)) + text
 
 
@@ -112,7 +113,8 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
         raise Agreed(
             ValueError(
                 f"{VERBS[all_fixed[0][3]]}: {', '.join(needing)} needs gradients, but {', '.join(unable)} is in "
-                "inference mode and could not take part in the backward; use torch.no_grad() there"
+                "inference mode, or passed tensors made in it, and could not take part in the backward; use "
+                "torch.no_grad() there"
             )
         )
     return Agreement(tokens, bool(needing))
@@ -174,6 +176,9 @@ class Transport(ABC):
         row_scalars: torch.Tensor | None,
     ) -> Collected:
         """combine and dispatch's backward: weighted sums [T, H] of rows [N, H]; scalars [N] go home to [T, K]."""
+
+    def cancel(self) -> None:  # noqa: B027 (most have nothing to end)
+        """Ends waits early, here and at the peers, where that can be done. Local; memory stays for a verb at work."""
 
     @abstractmethod
     def close(self) -> None:

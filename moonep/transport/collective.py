@@ -1,7 +1,7 @@
 """Ranks anywhere, over any torch.distributed group: one uneven all-to-all each way, every token once per rank.
 
-A message to a peer is: check word | float32 scalars, one per route | rows or float32 sums, one per crossing. Both
-sides know its size from the plan; the check word, which a shorter message leaves unwritten, proves that it came.
+A message to a peer is: float32 scalars, one per route | rows or sums, one per crossing | check word. Both sides know
+its size from the plan; the check word, which a shorter message leaves unwritten, proves that all of it came.
 """
 
 from __future__ import annotations
@@ -11,24 +11,18 @@ import itertools
 import torch
 
 from moonep import _C
-from moonep.config import BufferConfig
+from moonep.config import ALIGN_BYTES, BufferConfig, align
 from moonep.errors import TransportError
 from moonep.plan import Crossings, Plan, first_expert
 from moonep.transport.base import HEADER_BYTES, Agreement, Call, Collected, Spread, Transport, agree
-from moonep.transport.group import Group
+from moonep.transport.group import FIRST_BYTES, VERB, Group
 from moonep.transport.planner import Planner
 from moonep.transport.rows import Rows, address
 
 __all__ = ["CollectiveTransport"]
 
-_ALIGN = 64  # messages and their parts start at multiples of this
-_CHECK_BYTES = _ALIGN
+_CHECK_BYTES = ALIGN_BYTES
 _SCALAR_BYTES = 4
-_FIRST_BYTES = 4096  # the exchange that opens a verb: the header, and the counts of up to 896 experts
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 class _Mail:
@@ -41,19 +35,19 @@ class _Mail:
         self.sizes: list[int] = []
         self._heads: list[int] = []
         for rank, ((begin, end), (at, after)) in enumerate(zip(self.crossings, self.routes, strict=True)):
-            head = _CHECK_BYTES + _align(_SCALAR_BYTES * (after - at))
+            head = align(_SCALAR_BYTES * (after - at))
             self._heads.append(head)
-            self.sizes.append(0 if rank == rows.rank else head + _align(piece_bytes * (end - begin)))
+            self.sizes.append(0 if rank == rows.rank else head + align(piece_bytes * (end - begin)) + _CHECK_BYTES)
         self._starts = [0, *itertools.accumulate(self.sizes)]
         self.data = rows.memory.empty((self._starts[-1],), torch.uint8)
 
     def check_word(self, rank: int) -> torch.Tensor:
-        """The word [1] that opens the message to or from `rank`."""
-        return self.data[self._starts[rank] :][:8].view(torch.int64)
+        """The word [1] that ends the message to or from `rank`."""
+        return self.data[self._starts[rank + 1] - _CHECK_BYTES :][:8].view(torch.int64)
 
     def scalars(self, rank: int) -> int:
         """Address of the scalars to or from `rank`."""
-        return address(self.data) + self._starts[rank] + _CHECK_BYTES
+        return address(self.data) + self._starts[rank]
 
     def pieces(self, rank: int) -> int:
         """Address of the rows or sums to or from `rank`."""
@@ -78,13 +72,10 @@ class CollectiveTransport(Transport):
         return self._agree_with(call, b"")[0]
 
     def _agree_with(self, call: Call, rider: bytes) -> tuple[Agreement, list[bytes] | None]:
-        """The headers, and every rank's rider; None when it is too long to ride.
-
-        Every verb's first exchange has this one size: where ranks call different verbs, gloo would not survive others.
-        """
-        rides = len(rider) <= _FIRST_BYTES - HEADER_BYTES
+        """The headers, and every rank's rider; None when it is too long to ride."""
+        rides = len(rider) <= FIRST_BYTES - HEADER_BYTES
         mine = call.pack().ljust(HEADER_BYTES, b"\0") + (rider if rides else b"")
-        gathered = self._group.all_gather(mine.ljust(_FIRST_BYTES, b"\0"), call.verb)
+        gathered = self._group.all_gather_first(VERB, mine, call.verb)
         agreement = agree(gathered, self._group.names)
         return agreement, [each[HEADER_BYTES:][: len(rider)] for each in gathered] if rides else None
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from moonep import _C, env, machine
 from moonep.errors import PeerLostError, PeerTimeoutError, TransportError
+from moonep.transport.waiting import WaitingList
 
-__all__ = ["Group"]
+__all__ = ["FIRST_BYTES", "VERB", "Group"]
 
 _SLICE_SECS = 0.2  # how often a wait looks at the peers' processes
 _POST_AFTER_SECS = 0.5  # a rank that has waited so long says where it waits
 _GRACE_SECS = 1.0  # how long a broken connection waits for the kernel to tell which process ended
-_RECORD_BYTES = 8192
+FIRST_BYTES = 4096  # holds a verb's header, and the counts of up to 896 experts
+_RECORD, VERB = b"record  ", b"verb    "
+_KINDS = {_RECORD: "making a Buffer", VERB: "a verb of another Buffer"}
 
 
 class Group:
@@ -41,6 +44,7 @@ class Group:
         self._close_pidfds = weakref.finalize(self, _close_all, {}, os.getpid())
         self._pids = [os.getpid()]
         self._exchanges = 0
+        self._waiting = WaitingList(group, self.rank, self.num_ranks)
         if group is not None:
             backend = str(dist.get_backend_config(group))
             if "cpu" not in backend and "gloo" not in backend and "mpi" not in backend:
@@ -82,12 +86,24 @@ class Group:
 
     def gather_records(self, record: dict[str, Any], doing: str) -> list[dict[str, Any]]:
         """A small JSON object of texts and numbers from every rank; long texts are cut. Collective."""
-        longest = (_RECORD_BYTES - 4) // (8 * len(record))  # a character takes up to 6 bytes, a key some
+        longest = FIRST_BYTES // (8 * len(record))  # a character takes up to 6 bytes, a key some
         short = {key: value[:longest] if isinstance(value, str) else value for key, value in record.items()}
-        data = json.dumps(short).encode()
-        packed = len(data).to_bytes(4, "little") + data
-        gathered = self.all_gather(packed.ljust(_RECORD_BYTES, b"\0"), doing)
-        return [json.loads(each[4 : 4 + int.from_bytes(each[:4], "little")]) for each in gathered]
+        gathered = self.all_gather_first(_RECORD, json.dumps(short).encode(), doing)
+        return [json.loads(each.rstrip(b"\0")) for each in gathered]
+
+    def all_gather_first(self, kind: bytes, data: bytes, doing: str) -> list[bytes]:
+        """At most FIRST_BYTES from every rank, padded with zeros, where ranks may not be about the same thing.
+
+        `kind` says what this rank is about; TransportError when others say otherwise. All these exchanges have one
+        size, because gloo ends the process when sizes differ.
+        """
+        gathered = self.all_gather(kind + data.ljust(FIRST_BYTES, b"\0"), doing)
+        for name, each in zip(self.names, gathered, strict=True):
+            if each[: len(kind)] != kind:
+                raise TransportError(
+                    f"{doing}: {name} is doing something else: {_KINDS.get(each[:8], 'no MoonEP call')}"
+                )
+        return [each[len(kind) :] for each in gathered]
 
     def all_gather(self, data: bytes, doing: str) -> list[bytes]:
         """The same number of bytes from every rank. Collective."""
@@ -102,53 +118,71 @@ class Group:
         self, received: torch.Tensor, sent: torch.Tensor, receive_sizes: list[int], send_sizes: list[int], doing: str
     ) -> None:
         """Elements of `sent` in rank order to every rank, likewise received. Collective."""
+        there, here = sent.to(self.device), received.to(self.device)
         self._run(
             doing,
-            lambda: dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=self.group, async_op=True),
+            lambda: dist.all_to_all_single(here, there, receive_sizes, send_sizes, group=self.group, async_op=True),
         )
+        if here is not received:
+            received.copy_(here)
 
-    def _run(self, doing: str, start: Any) -> None:
+    def _run(self, doing: str, start: Callable[[], Any]) -> None:
         """Starts a collective and waits for it: bounded, watching the peers, open to Ctrl-C."""
         self._exchanges += 1
-        began, posted = time.monotonic(), False
+        exchange = f"{self.number}/{self._exchanges}"
         try:
             work = start()
             if self.device.type != "cpu":
-                work.wait()
+                work.wait()  # for the stream; the group's own timeout bounds it
                 return
-            while True:
-                slice_secs = min(_SLICE_SECS, self.timeout_secs)
-                try:
-                    work.wait(timedelta(seconds=slice_secs))
-                    return
-                except RuntimeError:
-                    # A slice that ran out and a broken connection both come here; only the latter has ended the work.
-                    if work.is_completed():
-                        raise
-                lost = self.lost_ranks()
-                if lost:
-                    raise PeerLostError(f"{doing}: {self.describe(lost)} ended")
-                waited = time.monotonic() - began
-                if waited >= self.timeout_secs:
-                    missing = self._ranks_not_waiting()
-                    who = self.describe(missing) if missing else "a peer that cannot be told"
-                    raise PeerTimeoutError(f"{doing}: no answer from {who} within {self.timeout_secs:g} s")
-                if waited >= _POST_AFTER_SECS and not posted:
-                    self._post_waiting()
-                    posted = True
+            self._wait(doing, exchange, work)
         except RuntimeError as error:
             if isinstance(error, TransportError):
                 raise
-            raise self._explain(doing, error) from error
+            raise self._explained(doing, error) from error
 
-    def _explain(self, doing: str, error: RuntimeError) -> TransportError:
+    def _wait(self, doing: str, exchange: str, work: Any) -> None:
+        began, posted = time.monotonic(), False
+        post_after_secs = min(_POST_AFTER_SECS, self.timeout_secs / 2)
+        while not self._done(work, min(_SLICE_SECS, post_after_secs)):
+            lost = self.lost_ranks()
+            if lost and not self._done(work, _SLICE_SECS):  # a peer that did its part may end
+                raise PeerLostError(f"{doing}: {self.describe(lost)} ended")
+            waited = time.monotonic() - began
+            if waited >= post_after_secs and not posted:
+                self._waiting.enter(exchange)
+                posted = True
+            if waited >= self.timeout_secs:
+                time.sleep(_SLICE_SECS)  # whoever came just before may not have written yet
+                absent = self._waiting.absent(exchange)
+                who = self.describe(absent) if absent else "a peer that cannot be told"
+                raise PeerTimeoutError(f"{doing}: no answer from {who} within {self.timeout_secs:g} s")
+        if posted:
+            self._waiting.leave(exchange)
+
+    @staticmethod
+    def _done(work: Any, secs: float) -> bool:
+        """Waits at most `secs`. Raises what broke the work."""
+        try:
+            work.wait(timedelta(seconds=max(secs, 0.001)))  # none at all would mean for ever
+        except RuntimeError:
+            # The time ran out, or the connection broke; only then the work has ended, or it has ended just now.
+            if not work.is_completed():
+                return False
+            work.wait()
+        return True
+
+    def _explained(self, doing: str, error: RuntimeError) -> TransportError:
+        """What a failed collective means. The kernel may need a moment to tell which process ended."""
         end = time.monotonic() + _GRACE_SECS
         while time.monotonic() < end:
             lost = self.lost_ranks()
             if lost:
                 return PeerLostError(f"{doing}: {self.describe(lost)} ended")
             time.sleep(0.01)
-        return PeerLostError(f"{doing}: the connection to a peer broke; no process of this host has ended: {error}")
+        if any(word in str(error).lower() for word in ("connection", "read error", "write error", "socket", "peer")):
+            return PeerLostError(f"{doing}: the connection to a peer broke; no process of this host has ended: {error}")
+        return TransportError(f"{doing}: {error}")
 
     def lost_ranks(self) -> list[int]:
         """Ranks whose process is seen to have ended."""
@@ -157,35 +191,6 @@ class Group:
     def describe(self, ranks: Sequence[int]) -> str:
         """Who `ranks` are, with their process ids."""
         return ", ".join(f"{self.names[rank]} (pid {self._pids[rank]})" for rank in ranks)
-
-    # A collective that runs out of time does not say who is missing. So a rank that waits long writes down, in the
-    # store that the process group was made with, which exchange it waits in; whoever has not written is missing.
-    # The store is reached through a private name of torch; without it nobody is named, and that is all.
-
-    def _store(self) -> Any:
-        try:
-            return dist.distributed_c10d._get_process_group_store(self.group)  # type: ignore[arg-type]
-        except (AttributeError, KeyError, RuntimeError):
-            return None
-
-    def _key(self, rank: int) -> str:
-        return f"moonep/waiting/{rank}/{self._exchanges}"
-
-    def _post_waiting(self) -> None:
-        store = self._store()
-        if store is not None:
-            store.set(self._key(self.rank), "")
-
-    def _ranks_not_waiting(self) -> list[int]:
-        store = self._store()
-        if store is None:
-            return []
-        self._post_waiting()
-        try:
-            others = (rank for rank in range(self.num_ranks) if rank != self.rank)
-            return [rank for rank in others if not store.check([self._key(rank)])]
-        except RuntimeError:  # the store's own process is gone
-            return []
 
     def close(self) -> None:
         """Stops watching. Local."""

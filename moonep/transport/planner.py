@@ -188,6 +188,7 @@ class Planner:
             num_tokens_of_rank=num_tokens_of_rank,
             outbox=outgoing.outbox,
             inbox=inbox,
+            layout=(group_sizes.clone(), group_ends.clone()),
         )
 
 

@@ -43,11 +43,12 @@ class Rows:
     def empty_rows(self, plan: Plan) -> torch.Tensor:
         """[N, H] for the rows of `plan`: padding is zero, the rest is uninitialised."""
         rows = self.memory.empty((plan.num_rows, self.config.hidden), self.config.dtype)
+        group_sizes, group_ends = plan.layout
         _C.zero_padding(
             address(rows),
             self.config.row_bytes,
-            address(plan.group_sizes),
-            address(plan.group_ends),
+            address(group_sizes),
+            address(group_ends),
             plan.num_groups,
         )
         return rows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moonep import _C
-from moonep.config import BufferConfig
+from moonep.config import ALIGN_BYTES, BufferConfig, align
 from moonep.errors import BufferClosedError, MoonEPError, PeerLostError, PeerTimeoutError, TransportError
 from moonep.plan import Plan
 from moonep.transport.base import VERBS, Agreement, Call, Collected, Spread, Transport, agree
@@ -73,12 +73,13 @@ class ShmTransport(Transport):
         self._planner = Planner(config, group.rank, group.num_ranks)
         self._rows = Rows(config, group.rank, group.host_of_rank)
         # Staging on the way out: rows of a chunk of tokens, then their weights.
-        self._spread_tokens = staging_bytes // (config.row_bytes + config.token_scalars_bytes)
-        self._weights_at = self._spread_tokens * config.row_bytes
+        self._spread_tokens = (staging_bytes - ALIGN_BYTES) // (config.row_bytes + config.token_scalars_bytes)
+        self._weights_at = align(self._spread_tokens * config.row_bytes)
         # On the way home: per rank, the sums of a chunk of its tokens, then their scalars.
-        self._collect_tokens = staging_bytes // (group.num_ranks * (config.sum_bytes + config.token_scalars_bytes))
-        self._slot_bytes = self._collect_tokens * (config.sum_bytes + config.token_scalars_bytes)
-        self._scalars_at = self._collect_tokens * config.sum_bytes
+        one_token = config.sum_bytes + config.token_scalars_bytes
+        self._collect_tokens = (staging_bytes // group.num_ranks - 2 * ALIGN_BYTES) // one_token
+        self._scalars_at = align(self._collect_tokens * config.sum_bytes)
+        self._slot_bytes = align(self._scalars_at + self._collect_tokens * config.token_scalars_bytes)
 
     # ---- meeting ----
 
@@ -105,11 +106,11 @@ class ShmTransport(Transport):
         if kind != _ERROR:
             # The first error that any rank records is what all of them raise.
             code = {_TIMED_OUT: _TIMEOUT_KIND, _LOST: _LOST_KIND, _CLOSED: _CLOSED_KIND}[kind]
-            error = self._shared.record_error(code | VERBS.index(call.verb) << 8 | peer << 16)
+            error = self._shared.record_error(code | VERBS.index(call.verb) << 8 | peer << 16)  # the phase is added
         raise self._error(error)
 
     def _error(self, error: int) -> MoonEPError:
-        kind, verb, peer = error & 0xFF, VERBS[error >> 8 & 0xFF], error >> 16
+        kind, verb, peer = error & 0xFF, VERBS[error >> 8 & 0xFF], error >> 16 & 0xFFFF
         who = self._group.describe([peer])
         what = {
             _LOST_KIND: f"{who} ended",
@@ -249,6 +250,9 @@ class ShmTransport(Transport):
                     _C.move_floats(address(scalars), route + 4 * at, 0, src, index + 4 * at, base, after - at)
         assert agreement is not None
         return Collected(sums, scalars, agreement)
+
+    def cancel(self) -> None:
+        self._shared.cancel()
 
     def close(self) -> None:
         self._shared.close()
