@@ -178,7 +178,7 @@ def test_stream_copy_of_any_size_anywhere() -> None:
     src = torch.randint(0, 256, (512,), dtype=torch.uint8)
     for num_bytes, to, at in itertools.product([0, 1, 63, 64, 65, 127, 128, 200, 300], [0, 1, 31, 63], [0, 5]):
         dst = torch.full((512,), 77, dtype=torch.uint8)
-        _C.stream_copy(dst.data_ptr() + to, src.data_ptr() + at, num_bytes)
+        _C.stream_copy(dst.data_ptr() + to, src.data_ptr() + at, num_bytes, 1)
         assert torch.equal(dst[to : to + num_bytes], src[at : at + num_bytes])
         assert (dst[:to] == 77).all()
         assert (dst[to + num_bytes :] == 77).all()

@@ -93,11 +93,15 @@ NB_MODULE(_C, m) {
 
   m.def(
       "stream_copy",
-      [](Address dst, Address src, size_t num_bytes) {
-        row_kernels().stream(at<void>(dst), at<const void>(src), num_bytes);
-        row_kernels().fence();
+      [](Address dst, Address src, int64_t num_bytes, int64_t threads) {
+        constexpr int64_t kBlock = 4096;  // threads begin at multiples of it
+        parallel_for((num_bytes + kBlock - 1) / kBlock, threads, 256, [&](int64_t begin, int64_t end) {
+          const int64_t from = begin * kBlock, to = std::min(end * kBlock, num_bytes);
+          row_kernels().stream(at<char>(dst) + from, at<const char>(src) + from, to - from);
+          row_kernels().fence();
+        });
       },
-      "dst"_a, "src"_a, "num_bytes"_a, Unlocked());
+      "dst"_a, "src"_a, "num_bytes"_a, "threads"_a, Unlocked(), "Copies past the caches.");
   m.def(
       "copy",
       [](Address dst, Address src, int64_t num_bytes, int64_t threads) {

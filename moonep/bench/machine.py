@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from moonep import _C, __version__
+from moonep.machine import cores_allowed, cpu_model, memory_total_bytes
 
 __all__ = ["machine", "versions"]
 
@@ -27,25 +26,9 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, str | int | None]:
     """Processor, cores that this process may use, memory, system, and the row kernels in use."""
     return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "cpu": cpu_model(),
+        "cores": cores_allowed(),
+        "memory_bytes": memory_total_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
         "row_kernels": _C.row_kernels(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from moonep.doctor.report import Copies, Machine
 
@@ -28,32 +27,24 @@ def measure_copies(this_machine: Machine) -> Copies:
     cores, memory = this_machine.cores_usable, Memory()
     tensors = [memory.empty((large_bytes,), torch.uint8).fill_(1) for _ in range(2)]
     target, source = (tensor.data_ptr() for tensor in tensors)
-    ends = [large_bytes * core // cores // 64 * 64 for core in range(cores)] + [large_bytes]
 
-    def stream_part(core: int) -> None:
-        begin, end = ends[core : core + 2]
-        _C.stream_copy(target + begin, source + begin, end - begin)
+    def gb_per_s(copy: Callable[[], object], num_bytes: int, times: int) -> float:
+        return num_bytes / median_us(copy, times) * 1e6 / 1e9
 
-    with ThreadPoolExecutor(cores) as pool:
-        list(pool.map(stream_part, range(cores)))  # starts the threads
-
-        def gb_per_s(copy: Callable[[], object], num_bytes: int, times: int) -> float:
-            return num_bytes / median_us(copy, times) * 1e6 / 1e9
-
-        return Copies(
-            small_bytes=_SMALL_BYTES,
-            large_bytes=large_bytes,
-            cores=cores,
-            small_gb_per_s=gb_per_s(lambda: _C.copy(target, source, _SMALL_BYTES, 1), _SMALL_BYTES, _SMALL_TIMES),
-            large_gb_per_s=gb_per_s(lambda: _C.copy(target, source, large_bytes, 1), large_bytes, _LARGE_TIMES),
-            large_all_cores_gb_per_s=gb_per_s(
-                lambda: _C.copy(target, source, large_bytes, cores), large_bytes, _LARGE_TIMES
-            ),
-            stream_gb_per_s=gb_per_s(lambda: _C.stream_copy(target, source, large_bytes), large_bytes, _LARGE_TIMES),
-            stream_all_cores_gb_per_s=gb_per_s(
-                lambda: list(pool.map(stream_part, range(cores))), large_bytes, _LARGE_TIMES
-            ),
-        )
+    return Copies(
+        small_bytes=_SMALL_BYTES,
+        large_bytes=large_bytes,
+        cores=cores,
+        small_gb_per_s=gb_per_s(lambda: _C.copy(target, source, _SMALL_BYTES, 1), _SMALL_BYTES, _SMALL_TIMES),
+        large_gb_per_s=gb_per_s(lambda: _C.copy(target, source, large_bytes, 1), large_bytes, _LARGE_TIMES),
+        large_all_cores_gb_per_s=gb_per_s(
+            lambda: _C.copy(target, source, large_bytes, cores), large_bytes, _LARGE_TIMES
+        ),
+        stream_gb_per_s=gb_per_s(lambda: _C.stream_copy(target, source, large_bytes, 1), large_bytes, _LARGE_TIMES),
+        stream_all_cores_gb_per_s=gb_per_s(
+            lambda: _C.stream_copy(target, source, large_bytes, cores), large_bytes, _LARGE_TIMES
+        ),
+    )
 
 
 def median_us(step: Callable[[], object], times: int) -> float:
