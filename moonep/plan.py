@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -30,7 +31,7 @@ class Crossings:
     route: torch.Tensor  # [M]      outbox: t * K + k. inbox: where its weight stands in what the source sent
     row: torch.Tensor  # [M]        the row on the receiving rank
 
-    @property
+    @cached_property
     def addresses(self) -> tuple[int, int, int, int, int]:
         """Where the arrays are, as the native module takes them."""
         tensors = (self.first, self.token, self.start, self.route, self.row)

@@ -75,8 +75,9 @@ class Ranks:
 
 
 def crossings_as_dict(box: Crossings) -> dict[str, list[int]]:
-    assert {tensor.dtype for tensor in vars(box).values()} == {torch.int32}
-    return {name: tensor.tolist() for name, tensor in vars(box).items()}
+    tensors = {field.name: getattr(box, field.name) for field in dataclasses.fields(box)}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.int32}
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 def plan_as_dict(plan: Plan) -> dict[str, object]:

@@ -12,7 +12,7 @@ import moonep
 from moonep import _C
 from moonep.config import BufferConfig
 from moonep.plan import Crossings, Plan, plan_plain
-from moonep.transport.rows import Rows, crossing_range, host_order
+from moonep.transport.rows import Rows, crossing_chunks, host_order
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 7, 15, 16, 17, 63, 64, 65, 100, 3584]
@@ -100,6 +100,10 @@ def sum_of_rows(rows: torch.Tensor, weights: torch.Tensor | None, places: Sequen
     return total
 
 
+def crossing_range(box: Crossings, peer: int, tokens: tuple[int, int]) -> tuple[int, int]:
+    return crossing_chunks(box, tokens)[peer][0][:2]
+
+
 # ---- copies ----
 
 
@@ -113,7 +117,7 @@ def test_expand(width: int, dtype: torch.dtype) -> None:
     rows = mover.empty_rows(plan)
     for source, x in enumerate(x_of_rank):
         for tokens in ((0, 2), (2, 100)):
-            begin, end = crossing_range(plan.inbox.first, plan.inbox.token, source, tokens)
+            begin, end = crossing_range(plan.inbox, source, tokens)
             mover.expand(rows, address_of(x, tokens[0]), plan, begin, end, tokens[0])
     expected = torch.zeros(plan.num_rows, width, dtype=dtype)
     for source, x in enumerate(x_of_rank):
@@ -214,7 +218,7 @@ def test_expand_scaled(width: int, dtype: torch.dtype) -> None:
     plan = random_plans(2, 6)[0]
     mover, x = make_rows(width, dtype), numbers((7, width), dtype, 0)
     weights = numbers((plan.num_rows,), torch.float32, 1)
-    begin, end = crossing_range(plan.inbox.first, plan.inbox.token, 1, (1, 6))
+    begin, end = crossing_range(plan.inbox, 1, (1, 6))
     untouched = numbers((plan.num_rows, width), dtype, 2)
     for row_weights in (weights, None):
         rows, expected = untouched.clone(), untouched.clone()
@@ -273,7 +277,7 @@ def test_sum_crossings(width: int, dtype: torch.dtype) -> None:
     plan = random_plans(3, 6)[1]
     rows = numbers((plan.num_rows, width), dtype, 0)
     weights = numbers((plan.num_rows,), torch.float32, 1)
-    begin, end = crossing_range(plan.inbox.first, plan.inbox.token, 2, (1, 7))
+    begin, end = crossing_range(plan.inbox, 2, (1, 7))
     assert end - begin > 3
     for row_weights in (weights, None):
         sums = torch.full((end - begin + 1, width), 7.0)
@@ -335,7 +339,7 @@ def test_finish(width: int, dtype: torch.dtype, hosts: tuple[int, ...]) -> None:
         expected = expected_sums(plan, rank, hosts, rows, row_weights, whole)
         y = torch.full((plan.num_tokens, width), 3, dtype=dtype)
         for tokens in ((0, 3), (3, 3), (3, plan.num_tokens)):  # in chunks: what peers sent begins at each chunk's first
-            first = [crossing_range(plan.outbox.first, plan.outbox.token, peer, tokens)[0] for peer in range(4)]
+            first = [crossing_range(plan.outbox, peer, tokens)[0] for peer in range(4)]
             addresses = [
                 0 if peer == rank else address_of(part, first[peer] - whole.first[peer])
                 for peer, part in enumerate(sums)
@@ -437,15 +441,20 @@ def test_host_order(hosts: list[int], order: list[int], opens: list[bool]) -> No
     assert host_order(hosts) == (order, opens)
 
 
-def test_crossing_range() -> None:
-    first = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
-    token = torch.tensor([0, 2, 5, 1, 2], dtype=torch.int32)
-    assert crossing_range(first, token, 0, (0, 9)) == (0, 3)
-    assert crossing_range(first, token, 0, (1, 5)) == (1, 2)
-    assert crossing_range(first, token, 0, (3, 5)) == (2, 2)
-    assert crossing_range(first, token, 1, (0, 9)) == (3, 3)
-    assert crossing_range(first, token, 2, (2, 3)) == (4, 5)
-    assert crossing_range(first, token, 2, (3, 9)) == (5, 5)
+def test_crossing_chunks() -> None:
+    def int32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    # Peers with the tokens 0, 2, 5, with none, and with 1, 2; two routes for token 2 of the last.
+    box = Crossings(
+        int32(0, 3, 3, 5), int32(0, 2, 5, 1, 2), int32(0, 1, 2, 3, 4, 6), int32(*range(6)), int32(*range(6))
+    )
+    assert crossing_chunks(box, [0, 9]) == [[(0, 3, 0, 3)], [(3, 3, 3, 0)], [(3, 5, 3, 3)]]
+    assert crossing_chunks(box, [0, 2, 4, 2**40]) == [
+        [(0, 1, 0, 1), (1, 2, 1, 1), (2, 3, 2, 1)],
+        [(3, 3, 3, 0)] * 3,
+        [(3, 4, 3, 1), (4, 5, 4, 2), (5, 5, 6, 0)],
+    ]
 
 
 # ---- rounding ----

@@ -31,8 +31,8 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t
 constexpr size_t kMostStagingBytes = size_t{1} << 46;
 // How long a wait spins before it yields, and yields before it sleeps. A peer on another core answers within the
 // first; peers that share this core need the second at once; sleeping costs tens of microseconds to wake.
-constexpr int kSpins = 400;
-constexpr int64_t kYieldNs = 200 * 1000;
+constexpr int kSpins = 100;
+constexpr int64_t kYieldNs = 1000 * 1000;
 constexpr int64_t kSleepNs = 20 * 1000 * 1000;  // then look whether the peer still lives
 
 int64_t now_ns() {

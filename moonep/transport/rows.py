@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from moonep import _C
 from moonep.config import DTYPES, BufferConfig
-from moonep.plan import Plan
+from moonep.plan import Crossings, Plan
 from moonep.transport.memory import Memory
 
-__all__ = ["Rows", "address", "crossing_range", "host_order"]
+__all__ = ["Chunk", "Rows", "address", "crossing_chunks", "host_order"]
+
+_LAST_TOKEN = 2**31 - 1
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -145,8 +150,22 @@ class Rows:
         )
 
 
-def crossing_range(first: torch.Tensor, token: torch.Tensor, peer: int, tokens: tuple[int, int]) -> tuple[int, int]:
-    """The crossings of `peer` whose token is in [t0, t1)."""
-    begin, end = int(first[peer]), int(first[peer + 1])
-    low, high = token[begin:end].numpy().searchsorted(tokens).tolist()
-    return begin + low, begin + high
+class Chunk(NamedTuple):
+    """The crossings [begin, end) of one peer whose tokens are in one chunk, and their routes."""
+
+    begin: int
+    end: int
+    first_route: int
+    num_routes: int
+
+
+def crossing_chunks(box: Crossings, edges: Sequence[int]) -> list[list[Chunk]]:
+    """Per peer, its crossings in chunks of tokens: chunk i holds tokens [edges[i], edges[i + 1])."""
+    token, start = box.token.numpy(), box.start.numpy()
+    places = np.minimum(edges, _LAST_TOKEN).astype(np.int32)
+    chunks = []
+    for begin, end in itertools.pairwise(box.first.tolist()):
+        cuts = token[begin:end].searchsorted(places) + begin
+        both = zip(itertools.pairwise(cuts.tolist()), itertools.pairwise(start[cuts].tolist()), strict=True)
+        chunks.append([Chunk(*crossings, at, after - at) for crossings, (at, after) in both])
+    return chunks

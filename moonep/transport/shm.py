@@ -14,11 +14,11 @@ import torch
 from moonep import _C
 from moonep.config import ALIGN_BYTES, BufferConfig, align
 from moonep.errors import BufferClosedError, MoonEPError, PeerLostError, PeerTimeoutError, TransportError
-from moonep.plan import Plan
+from moonep.plan import Crossings, Plan
 from moonep.transport.base import VERBS, Agreement, Call, Collected, Spread, Transport, agree
 from moonep.transport.group import Group
 from moonep.transport.planner import Planner
-from moonep.transport.rows import Rows, address, crossing_range
+from moonep.transport.rows import Chunk, Rows, address, crossing_chunks
 
 __all__ = ["ShmTransport", "connect_shm"]
 
@@ -119,9 +119,11 @@ class ShmTransport(Transport):
         }[kind]
         return _KINDS[kind - 1](f"{verb}: {what}")
 
-    def _chunks(self, plan: Plan, chunk: int) -> range:
-        """The first tokens of the chunks, the same on every rank; one chunk even when nobody has tokens."""
-        return range(0, max(1, *plan.num_tokens_of_rank), chunk)
+    def _chunks(self, plan: Plan, box: Crossings, tokens: int) -> tuple[range, list[list[Chunk]]]:
+        """The first tokens of the chunks, the same on every rank, one chunk even when nobody has tokens; and the box's
+        crossings in each, by peer and chunk."""
+        first_tokens = range(0, max(1, *plan.num_tokens_of_rank), tokens)
+        return first_tokens, crossing_chunks(box, [*first_tokens, first_tokens[-1] + tokens])
 
     # ---- verbs ----
 
@@ -156,11 +158,10 @@ class ShmTransport(Transport):
         weights = torch.zeros(plan.num_rows)
         _, _, _, route, row = plan.inbox.addresses
 
-        def take(rows: torch.Tensor, src: int, src_weights: int, begin: int, end: int, first_token: int) -> None:
-            self._rows.expand(rows, src, plan, begin, end, first_token)
-            at, after = int(plan.inbox.start[begin]), int(plan.inbox.start[end])
-            first_route = first_token * self._config.top_k
-            _C.move_floats(address(weights), row + 4 * at, 0, src_weights, route + 4 * at, first_route, after - at)
+        def take(rows: torch.Tensor, src: int, src_weights: int, chunk: Chunk, first_token: int) -> None:
+            self._rows.expand(rows, src, plan, chunk.begin, chunk.end, first_token)
+            first_route, at, count = first_token * self._config.top_k, 4 * chunk.first_route, chunk.num_routes
+            _C.move_floats(address(weights), row + at, 0, src_weights, route + at, first_route, count)
 
         rows, agreement = self._spread(call, plan, x, route_weights, take)
         return Spread(rows, weights, agreement)
@@ -170,8 +171,8 @@ class ShmTransport(Transport):
     ) -> Spread:
         dots = None if other is None else torch.zeros(plan.num_rows)
 
-        def take(rows: torch.Tensor, src: int, _: int, begin: int, end: int, first_token: int) -> None:
-            self._rows.expand_scaled(rows, src, plan, begin, end, first_token, row_weights, other, dots)
+        def take(rows: torch.Tensor, src: int, _: int, chunk: Chunk, first_token: int) -> None:
+            self._rows.expand_scaled(rows, src, plan, chunk.begin, chunk.end, first_token, row_weights, other, dots)
 
         rows, agreement = self._spread(call, plan, x, None, take)
         return Spread(rows, dots, agreement)
@@ -182,9 +183,9 @@ class ShmTransport(Transport):
         """Stages `x` chunk by chunk; `take` brings the crossings of each source's chunk to their rows."""
         agreement = rows = None
         threads = torch.get_num_threads()
-        for first_token in self._chunks(plan, self._spread_tokens):
-            tokens = (first_token, first_token + self._spread_tokens)
-            mine = max(0, min(plan.num_tokens, tokens[1]) - first_token)
+        first_tokens, chunks_in = self._chunks(plan, plan.inbox, self._spread_tokens)
+        for i, first_token in enumerate(first_tokens):
+            mine = max(0, min(plan.num_tokens - first_token, self._spread_tokens))
             own_x = address(x) + first_token * self._config.row_bytes
             own_weights = address(route_weights) + first_token * self._config.token_scalars_bytes
             if mine:
@@ -200,10 +201,9 @@ class ShmTransport(Transport):
                 self._meet(call)
             for step in self._ranks:
                 source = (self._rank + step) % len(self._ranks)
-                begin, end = crossing_range(plan.inbox.first, plan.inbox.token, source, tokens)
                 staged = self._staged(source)
                 src, weights = (own_x, own_weights) if source == self._rank else (staged, staged + self._weights_at)
-                take(rows, src, weights, begin, end, first_token)
+                take(rows, src, weights, chunks_in[source][i], first_token)
         assert agreement is not None
         assert rows is not None
         return rows, agreement
@@ -219,35 +219,35 @@ class ShmTransport(Transport):
         agreement = None
         sums = self._rows.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
         scalars = None if row_scalars is None else torch.zeros(plan.num_tokens, self._config.top_k)
-        for first_token in self._chunks(plan, self._collect_tokens):
-            tokens = (first_token, first_token + self._collect_tokens)
+        first_tokens, chunks_in = self._chunks(plan, plan.inbox, self._collect_tokens)
+        _, chunks_out = self._chunks(plan, plan.outbox, self._collect_tokens)
+        _, _, _, route_in, row_in = plan.inbox.addresses
+        _, _, _, route_out, row_out = plan.outbox.addresses
+        for i, first_token in enumerate(first_tokens):
             first_route = first_token * self._config.top_k
             for source in self._others:
                 slot = self._staging(self._rank) + source * self._slot_bytes
-                begin, end = crossing_range(plan.inbox.first, plan.inbox.token, source, tokens)
-                self._rows.sum_crossings(slot, rows, row_weights, plan, begin, end)
+                chunk = chunks_in[source][i]
+                self._rows.sum_crossings(slot, rows, row_weights, plan, chunk.begin, chunk.end)
                 if row_scalars is not None:
-                    _, _, _, route, row = plan.inbox.addresses
-                    at, after = int(plan.inbox.start[begin]), int(plan.inbox.start[end])
-                    to = slot + self._scalars_at
-                    _C.move_floats(to, route + 4 * at, first_route, address(row_scalars), row + 4 * at, 0, after - at)
+                    to, at, count = slot + self._scalars_at, 4 * chunk.first_route, chunk.num_routes
+                    _C.move_floats(to, route_in + at, first_route, address(row_scalars), row_in + at, 0, count)
             if agreement is None:
                 agreement = self.agree(call)
             else:
                 self._meet(call)
             slots = [self._staged(rank) + self._rank * self._slot_bytes for rank in self._ranks]
-            ranges = [crossing_range(plan.outbox.first, plan.outbox.token, rank, tokens) for rank in self._ranks]
-            mine = (min(first_token, plan.num_tokens), min(tokens[1], plan.num_tokens))
-            self._rows.finish(sums, rows, row_weights, plan, mine, slots, [begin for begin, _ in ranges])
+            mine = (min(first_token, plan.num_tokens), min(first_token + self._collect_tokens, plan.num_tokens))
+            first_crossings = [chunks_out[rank][i].begin for rank in self._ranks]
+            self._rows.finish(sums, rows, row_weights, plan, mine, slots, first_crossings)
             if scalars is not None:
-                _, _, _, route, row = plan.outbox.addresses
-                for rank, (begin, end) in enumerate(ranges):
-                    at, after = int(plan.outbox.start[begin]), int(plan.outbox.start[end])
+                for rank in self._ranks:
+                    at, count = 4 * chunks_out[rank][i].first_route, chunks_out[rank][i].num_routes
                     if rank == self._rank:
-                        src, index, base = address(row_scalars), row, 0
+                        src, index, base = address(row_scalars), row_out, 0
                     else:
-                        src, index, base = slots[rank] + self._scalars_at, route, first_route
-                    _C.move_floats(address(scalars), route + 4 * at, 0, src, index + 4 * at, base, after - at)
+                        src, index, base = slots[rank] + self._scalars_at, route_out, first_route
+                    _C.move_floats(address(scalars), route_out + at, 0, src, index + at, base, count)
         assert agreement is not None
         return Collected(sums, scalars, agreement)
 
