@@ -101,7 +101,7 @@ def sum_of_rows(rows: torch.Tensor, weights: torch.Tensor | None, places: Sequen
 
 
 def crossing_range(box: Crossings, peer: int, tokens: tuple[int, int]) -> tuple[int, int]:
-    return crossing_chunks(box, tokens)[peer][0][:2]
+    return crossing_chunks(box, [0, *tokens, 2**31])[peer][1][:2]
 
 
 # ---- copies ----

@@ -160,11 +160,14 @@ class Chunk(NamedTuple):
 
 
 def crossing_chunks(box: Crossings, edges: Sequence[int]) -> list[list[Chunk]]:
-    """Per peer, its crossings in chunks of tokens: chunk i holds tokens [edges[i], edges[i + 1])."""
-    token, start = box.token.numpy(), box.start.numpy()
+    """Per peer, its crossings in chunks of tokens: chunk i holds tokens [edges[i], edges[i + 1]); all are in some."""
+    token, start, first = box.token.numpy(), box.start.numpy(), box.first.tolist()
+    if len(edges) == 2:  # all tokens in one chunk: small batches should not pay for cutting
+        whole = zip(itertools.pairwise(first), itertools.pairwise(start[first].tolist()), strict=True)
+        return [[Chunk(*crossings, at, after - at)] for crossings, (at, after) in whole]
     places = np.minimum(edges, _LAST_TOKEN).astype(np.int32)
     chunks = []
-    for begin, end in itertools.pairwise(box.first.tolist()):
+    for begin, end in itertools.pairwise(first):
         cuts = token[begin:end].searchsorted(places) + begin
         both = zip(itertools.pairwise(cuts.tolist()), itertools.pairwise(start[cuts].tolist()), strict=True)
         chunks.append([Chunk(*crossings, at, after - at) for crossings, (at, after) in both])
