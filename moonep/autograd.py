@@ -10,6 +10,7 @@ them, combine hangs on an edge that the plan's last dispatch left.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -31,13 +32,15 @@ class Verbs(Protocol):
     def edge_of(self, plan: Plan) -> torch.Tensor:
         """An empty tensor that requires a gradient, hung on that dispatch."""
 
-    def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
-        """dispatch."""
+    def start_dispatch(
+        self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool, async_op: bool
+    ) -> Callable[[], Spread]:
+        """dispatch; what it gives waits for the result."""
 
-    def run_combine(
-        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool
-    ) -> Collected:
-        """combine."""
+    def start_combine(
+        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool, async_op: bool
+    ) -> Callable[[], Collected]:
+        """combine; what it gives waits for the result."""
 
     def run_dispatch_backward(self, plan: Plan, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> Collected:
         """dispatch's backward: sums of gradients, and the weights' gradients, go home."""
@@ -49,44 +52,62 @@ class Verbs(Protocol):
 
 
 def dispatch(
-    verbs: Verbs, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [N, H] and their weights [N]."""
+    verbs: Verbs, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, async_op: bool = False
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Starts it; what it gives waits for the rows [N, H] and their weights [N], and hangs them on the graph."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
-    rows, weights, agreement = verbs.run_dispatch(plan, x.detach(), topk_weights.detach(), needs_grad)
-    assert weights is not None
-    if not agreement.needs_grad:
-        verbs.keep_edge(plan, None)
+    result = verbs.start_dispatch(plan, x.detach(), topk_weights.detach(), needs_grad, async_op)
+
+    def finish() -> tuple[torch.Tensor, torch.Tensor]:
+        rows, weights, agreement = result()
+        assert weights is not None
+        if not agreement.needs_grad:
+            verbs.keep_edge(plan, None)
+            return rows, weights
+        inputs = (x, topk_weights) if needs_grad else (x.detach(), topk_weights.detach())
+        with torch.enable_grad():
+            edge = torch.empty(0, requires_grad=True)
+            rows, weights, edge = _Dispatch.apply(  # type: ignore[no-untyped-call]
+                edge, *inputs, verbs, replace(plan), (rows, weights)
+            )
+        verbs.keep_edge(plan, edge)  # whose graph holds a copy of the plan: the edge must not keep the plan alive
         return rows, weights
-    if not needs_grad:
-        x, topk_weights = x.detach(), topk_weights.detach()
-    with torch.enable_grad():
-        edge = torch.empty(0, requires_grad=True)
-        rows, weights, edge = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            edge, x, topk_weights, verbs, replace(plan), (rows, weights)
-        )
-    verbs.keep_edge(plan, edge)  # whose graph holds a copy of the plan: the edge must not keep the plan itself alive
-    return rows, weights
+
+    return finish
 
 
-def combine(verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
-    """Sums [T, H]."""
+def combine(
+    verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, async_op: bool = False
+) -> Callable[[], torch.Tensor]:
+    """Starts it; what it gives waits for the sums [T, H], and hangs them on the graph."""
     weights = None if row_weights is None else row_weights.detach()
     needs_grad = torch.is_grad_enabled() and (
         rows.requires_grad or (row_weights is not None and row_weights.requires_grad)
     )
-    sums, _, agreement = verbs.run_combine(plan, rows.detach(), weights, needs_grad)
-    if not agreement.needs_grad:
-        return sums
-    if not needs_grad:
-        rows = rows.detach()  # the weights keep their link
-    linked = row_weights is not None and row_weights.requires_grad
-    with torch.enable_grad():
-        edge = torch.empty(0, requires_grad=True) if linked else verbs.edge_of(plan)
-        y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            edge, rows, row_weights, verbs, replace(plan), (sums,)
-        )
-    return y
+    result = verbs.start_combine(plan, rows.detach(), weights, needs_grad, async_op)
+    version = 0 if rows.is_inference() else rows._version
+
+    def finish() -> torch.Tensor:
+        sums, _, agreement = result()
+        if not agreement.needs_grad:
+            return sums
+        if rows._version != version:  # autograd looks only from here on
+            raise RuntimeError("expert_out: expected to stay as it was until wait(), got one changed in place")
+        linked = row_weights is not None and row_weights.requires_grad
+        with torch.enable_grad():
+            edge = torch.empty(0, requires_grad=True) if linked else verbs.edge_of(plan)
+            y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+                # The weights keep their link where the rows have none.
+                edge,
+                rows if needs_grad else rows.detach(),
+                row_weights,
+                verbs,
+                replace(plan),
+                (sums,),
+            )
+        return y
+
+    return finish
 
 
 # The results of a verb come to `forward` in a tuple, which autograd does not look into: a tensor that goes in and

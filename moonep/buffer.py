@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import threading
-import weakref
-from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
 
 from moonep import autograd, checks
+from moonep.calls import Calls, Handle
 from moonep.config import BufferConfig
-from moonep.errors import BufferClosedError, ForeignPlanError
+from moonep.errors import ForeignPlanError
 from moonep.plan import Plan, Received, first_expert
 from moonep.policy import Capacity, Home, Policy
 from moonep.transport import connect
-from moonep.transport.base import Agreed, Call, Collected, Spread, Transport
 from moonep.transport.group import Group
 
 __all__ = ["Buffer"]
@@ -28,9 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _DEFAULT_TIMEOUT_SECS = 60.0
-
-_Checked = TypeVar("_Checked")
-_Result = TypeVar("_Result")
 
 
 class Buffer:
@@ -91,7 +83,7 @@ class Buffer:
         limit_secs = timeout_secs if checks.is_time_limit(timeout_secs) else _DEFAULT_TIMEOUT_SECS
         self._group = Group(Group.resolve(group), limit_secs)
         try:
-            self._calls = _Calls(self._group, connect(self.config, self._group))
+            self._calls = Calls(self._group, connect(self.config, self._group))
         except BaseException:
             self._group.close()
             raise
@@ -151,13 +143,32 @@ class Buffer:
 
         return self._calls.plan(*self._calls.checked("plan", check))
 
-    def dispatch(self, x: torch.Tensor, plan: Plan, topk_weights: torch.Tensor | None = None) -> Received:
+    @overload
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        async_op: Literal[False] = False,
+    ) -> Received: ...
+
+    @overload
+    def dispatch(
+        self, x: torch.Tensor, plan: Plan, topk_weights: torch.Tensor | None = None, *, async_op: Literal[True]
+    ) -> Handle[Received]: ...
+
+    def dispatch(
+        self, x: torch.Tensor, plan: Plan, topk_weights: torch.Tensor | None = None, *, async_op: bool = False
+    ) -> Received | Handle[Received]:
         """Carries tokens to their experts' ranks. Collective and differentiable.
 
         Args:
             x: [T, H] in the Buffer's dtype; may be a view with any strides.
             plan: of this Buffer.
             topk_weights: [T, K], any floating dtype; None: 1 for every route.
+            async_op: give a handle at once, whose `wait()` gives the result. One operation is outstanding per
+                Buffer: any other verb completes it first. Until then its inputs must stay as they are.
 
         Returns:
             Received: x [N, H], grouped by expert as the plan says, and weights [N] float32.
@@ -173,9 +184,27 @@ class Buffer:
             return x.contiguous(), topk_weights.to(torch.float32).contiguous()
 
         dense_x, dense_weights = self._calls.checked("dispatch", check)
-        return Received(*autograd.dispatch(self._calls, plan, dense_x, dense_weights))
+        finish = autograd.dispatch(self._calls, plan, dense_x, dense_weights, async_op)
+        return Handle(lambda: Received(*finish())) if async_op else Received(*finish())
 
-    def combine(self, expert_out: torch.Tensor, plan: Plan, weights: torch.Tensor | None = None) -> torch.Tensor:
+    @overload
+    def combine(
+        self,
+        expert_out: torch.Tensor,
+        plan: Plan,
+        weights: torch.Tensor | None = None,
+        *,
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self, expert_out: torch.Tensor, plan: Plan, weights: torch.Tensor | None = None, *, async_op: Literal[True]
+    ) -> Handle[torch.Tensor]: ...
+
+    def combine(
+        self, expert_out: torch.Tensor, plan: Plan, weights: torch.Tensor | None = None, *, async_op: bool = False
+    ) -> torch.Tensor | Handle[torch.Tensor]:
         """Brings results home and sums them. Collective and differentiable.
 
         Sums are made in float32 in a fixed order (k ascending within a rank, ranks ascending within a host, hosts by
@@ -185,6 +214,7 @@ class Buffer:
             expert_out: [N, H] in the Buffer's dtype, rows as `dispatch` gave them. Padding rows are not read.
             plan: of this Buffer.
             weights: [N], as `dispatch` gave them; None: the plain sum.
+            async_op: give a handle at once, as in `dispatch`.
 
         Returns:
             [T, H]: for every token the weighted sum of its rows; zeros for a token without routes.
@@ -199,7 +229,8 @@ class Buffer:
             return expert_out.contiguous(), weights.to(torch.float32).contiguous()
 
         dense_rows, dense_weights = self._calls.checked("combine", check)
-        return autograd.combine(self._calls, plan, dense_rows, dense_weights)
+        finish = autograd.combine(self._calls, plan, dense_rows, dense_weights, async_op)
+        return Handle(finish) if async_op else finish()
 
     def replicate(self, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The weights of the plan's groups: [G, ...] for every [L, ...]. Under `Home` groups are the home experts.
@@ -243,137 +274,3 @@ class Buffer:
             raise TypeError(f"plan: expected a moonep Plan, got {type(plan).__name__}")
         if plan not in self._calls.plans:  # also not a changed copy of one
             raise ForeignPlanError("plan: expected a plan of this Buffer, got one that another Buffer (or nobody) made")
-
-
-_CPU = torch.device("cpu")
-
-
-def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device)
-
-
-class _Calls:
-    """The order of calls: every exchange is numbered, opens with a header, and ends the Buffer when it fails.
-
-    Transports move rows in host memory; tensors of a GPU are copied there and back.
-    """
-
-    def __init__(self, group: Group, transport: Transport):
-        self.transport = transport
-        self.closed = ""  # why
-        self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
-        self._edges: weakref.WeakKeyDictionary[Plan, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()  # re-entered by a signal handler that closes
-        self._inside = 0  # verbs at work
-        self._group = group
-        self._pid = os.getpid()
-        self._sequence = 0
-
-    def checked(self, verb: str, check: Callable[[], _Checked]) -> _Checked:
-        """What `check` gives. When it finds fault with the arguments, tells all ranks, and all raise."""
-        self.check_open(verb)
-        try:
-            return check()
-        except Exception as error:
-            self._run(Call(verb, problem=error), self.transport.agree)
-            raise AssertionError("a call with a problem was agreed to") from error
-
-    def plan(self, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:
-        call = Call("plan", num_tokens=topk_idx.shape[0], ranked=weights is not None)
-        plan = self._run(call, lambda call: self.transport.plan(call, topk_idx, weights))
-        plan = dataclasses.replace(plan, plan_id=self._sequence)
-        self.plans.add(plan)
-        return plan
-
-    def run_dispatch(self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool) -> Spread:
-        call = self._call("dispatch", plan, needs_grad)
-        spread = self._run(call, lambda call: self.transport.spread(call, plan, x.cpu(), topk_weights.cpu()))
-        return Spread(spread.rows.to(x.device), _to(spread.scalars, x.device), spread.agreement)
-
-    def run_combine(
-        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool
-    ) -> Collected:
-        call = self._call("combine", plan, needs_grad)
-        saved = [tensor for tensor in (rows, row_weights) if tensor is not None]
-        call.without_graph |= any(tensor.is_inference() for tensor in saved)  # they could not be saved
-        weights = _to(row_weights, _CPU)
-        collected = self._run(call, lambda call: self.transport.collect(call, plan, rows.cpu(), weights, None))
-        return Collected(collected.sums.to(rows.device), None, collected.agreement)
-
-    def run_dispatch_backward(self, plan: Plan, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> Collected:
-        call = self._call("dispatch's backward", plan)
-        rows, scalars = grad_rows.contiguous().cpu(), grad_weights.contiguous().cpu()
-        collected = self._run(call, lambda call: self.transport.collect(call, plan, rows, None, scalars))
-        device = grad_rows.device
-        return Collected(collected.sums.to(device), _to(collected.scalars, device), collected.agreement)
-
-    def run_combine_backward(
-        self, plan: Plan, grad_y: torch.Tensor, row_weights: torch.Tensor | None, rows: torch.Tensor | None
-    ) -> Spread:
-        call, dense = self._call("combine's backward", plan), grad_y.contiguous().cpu()
-        weights, other = _to(row_weights, _CPU), _to(rows, _CPU)
-        spread = self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, weights, other))
-        return Spread(spread.rows.to(grad_y.device), _to(spread.scalars, grad_y.device), spread.agreement)
-
-    def keep_edge(self, plan: Plan, edge: torch.Tensor | None) -> None:
-        if edge is None:
-            self._edges.pop(plan, None)
-        else:
-            self._edges[plan] = edge
-
-    def edge_of(self, plan: Plan) -> torch.Tensor:
-        edge = self._edges.get(plan)
-        return torch.empty(0, requires_grad=True) if edge is None else edge
-
-    def _call(self, verb: str, plan: Plan, needs_grad: bool = False) -> Call:
-        return Call(
-            verb,
-            num_tokens=plan.num_tokens,
-            plan_id=plan.plan_id,
-            needs_grad=needs_grad,
-            without_graph=torch.is_inference_mode_enabled(),
-        )
-
-    def _run(self, call: Call, move: Callable[[Call], _Result]) -> _Result:
-        with self._lock:
-            self.check_open(call.verb)
-            self._inside += 1
-        call.sequence, call.buffer_number = self._sequence, self._group.number
-        try:
-            result = move(call)
-            self._sequence += 1  # only what every rank went through counts
-            return result
-        except Agreed as agreed:  # every rank raises it, and nothing has moved: the Buffer stays usable
-            raise agreed.error from None
-        except BaseException as error:
-            self.close(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            with self._lock:
-                self._inside -= 1
-                self._give_back_if_done()
-
-    def check_open(self, verb: str) -> None:
-        """Raises BufferClosedError: this Buffer is closed, or belongs to the process that this one was forked from."""
-        if self.closed:
-            raise BufferClosedError(
-                f"{verb}: {self._group.names[self._group.rank]}: the Buffer is closed: {self.closed}"
-            )
-        if os.getpid() != self._pid:
-            raise BufferClosedError(
-                f"{verb}: the Buffer belongs to process {self._pid}; a forked child ({os.getpid()}) must make its own"
-            )
-
-    def close(self, why: str) -> None:
-        """Also from a signal handler or another thread: a verb at work is told, and gives all back as it ends."""
-        with self._lock:
-            if self.closed or os.getpid() != self._pid:
-                return
-            self.closed = why
-            self.transport.cancel()
-            self._give_back_if_done()
-
-    def _give_back_if_done(self) -> None:
-        if self.closed and not self._inside:
-            self.transport.close()
-            self._group.close()

@@ -24,6 +24,7 @@ LAYERS = [
     {"plan"},
     {"reference", "transport"},
     {"autograd"},
+    {"calls"},
     {"buffer"},
     {"nn"},
     {"__init__"},
