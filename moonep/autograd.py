@@ -33,12 +33,12 @@ class Verbs(Protocol):
         """An empty tensor that requires a gradient, hung on that dispatch."""
 
     def start_dispatch(
-        self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool, async_op: bool
+        self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool, *, async_op: bool
     ) -> Callable[[], Spread]:
         """dispatch; what it gives waits for the result."""
 
     def start_combine(
-        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool, async_op: bool
+        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool, *, async_op: bool
     ) -> Callable[[], Collected]:
         """combine; what it gives waits for the result."""
 
@@ -56,7 +56,7 @@ def dispatch(
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Starts it; what it gives waits for the rows [N, H] and their weights [N], and hangs them on the graph."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
-    result = verbs.start_dispatch(plan, x.detach(), topk_weights.detach(), needs_grad, async_op)
+    result = verbs.start_dispatch(plan, x.detach(), topk_weights.detach(), needs_grad, async_op=async_op)
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
         rows, weights, agreement = result()
@@ -84,7 +84,7 @@ def combine(
     needs_grad = torch.is_grad_enabled() and (
         rows.requires_grad or (row_weights is not None and row_weights.requires_grad)
     )
-    result = verbs.start_combine(plan, rows.detach(), weights, needs_grad, async_op)
+    result = verbs.start_combine(plan, rows.detach(), weights, needs_grad, async_op=async_op)
     version = 0 if rows.is_inference() else rows._version
 
     def finish() -> torch.Tensor:

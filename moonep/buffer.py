@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
 
-from moonep import autograd, checks
+from moonep import autograd, checks, ops
 from moonep.calls import Calls, Handle
 from moonep.config import BufferConfig
 from moonep.errors import ForeignPlanError
@@ -83,7 +83,7 @@ class Buffer:
         limit_secs = timeout_secs if checks.is_time_limit(timeout_secs) else _DEFAULT_TIMEOUT_SECS
         self._group = Group(Group.resolve(group), limit_secs)
         try:
-            self._calls = Calls(self._group, connect(self.config, self._group))
+            self._calls = Calls(self.config, self._group, connect(self.config, self._group))
         except BaseException:
             self._group.close()
             raise
@@ -132,6 +132,10 @@ class Buffer:
             The Plan, good for any number of dispatches and combines until the Buffer is closed.
         """
 
+        if torch.compiler.is_compiling():
+            made: Plan = _uncompiled("plan")(self, topk_idx, topk_weights)
+            return made
+
         def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             idx = checks.check_idx(topk_idx, self.config)
             if topk_weights is None:
@@ -141,7 +145,8 @@ class Buffer:
                 return idx, None
             return idx, topk_weights.detach().to(torch.float32).cpu().contiguous()
 
-        return self._calls.plan(*self._calls.checked("plan", check))
+        idx, weights = self._calls.checked("plan", check)
+        return self._calls.plan(idx, weights)
 
     @overload
     def dispatch(
@@ -174,14 +179,15 @@ class Buffer:
             Received: x [N, H], grouped by expert as the plan says, and weights [N] float32.
         """
 
+        if torch.compiler.is_compiling():
+            if async_op or not self._calls.owns(plan):
+                received: Received = _uncompiled("dispatch")(self, x, plan, topk_weights, async_op=async_op)
+                return received
+            return Received(*ops.dispatch(plan, x, topk_weights))
+
         def check() -> tuple[torch.Tensor, torch.Tensor]:
             self._check_plan(plan)
-            checks.check_rows("x", x, plan.num_tokens, "the plan's tokens x hidden", self.config)
-            shape = (plan.num_tokens, self.config.top_k)
-            if topk_weights is None:
-                return x.contiguous(), torch.ones(shape, device=x.device)
-            checks.check_weights("topk_weights", topk_weights, shape, x.device)
-            return x.contiguous(), topk_weights.to(torch.float32).contiguous()
+            return checks.check_dispatch(x, topk_weights, plan.num_tokens, self.config)
 
         dense_x, dense_weights = self._calls.checked("dispatch", check)
         finish = autograd.dispatch(self._calls, plan, dense_x, dense_weights, async_op)
@@ -220,13 +226,15 @@ class Buffer:
             [T, H]: for every token the weighted sum of its rows; zeros for a token without routes.
         """
 
+        if torch.compiler.is_compiling():
+            if async_op or not self._calls.owns(plan):
+                y: torch.Tensor = _uncompiled("combine")(self, expert_out, plan, weights, async_op=async_op)
+                return y
+            return ops.combine(plan, expert_out, weights)
+
         def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             self._check_plan(plan)
-            checks.check_rows("expert_out", expert_out, plan.num_rows, "the plan's rows x hidden", self.config)
-            if weights is None:
-                return expert_out.contiguous(), None
-            checks.check_weights("weights", weights, (plan.num_rows,), expert_out.device)
-            return expert_out.contiguous(), weights.to(torch.float32).contiguous()
+            return checks.check_combine(expert_out, weights, plan.num_rows, self.config)
 
         dense_rows, dense_weights = self._calls.checked("combine", check)
         finish = autograd.combine(self._calls, plan, dense_rows, dense_weights, async_op)
@@ -274,3 +282,13 @@ class Buffer:
             raise TypeError(f"plan: expected a moonep Plan, got {type(plan).__name__}")
         if plan not in self._calls.plans:  # also not a changed copy of one
             raise ForeignPlanError("plan: expected a plan of this Buffer, got one that another Buffer (or nobody) made")
+
+
+_UNCOMPILED: dict[str, Any] = {}
+
+
+def _uncompiled(verb: str) -> Any:
+    """A verb of Buffer into which torch.compile does not look. Made when it is there already: it is slow to load."""
+    if verb not in _UNCOMPILED:
+        _UNCOMPILED[verb] = torch.compiler.disable(getattr(Buffer, verb))  # type: ignore[no-untyped-call]
+    return _UNCOMPILED[verb]

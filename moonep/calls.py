@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from moonep import ops
+from moonep.config import BufferConfig
 from moonep.errors import BufferClosedError
 from moonep.plan import Plan
 from moonep.transport.base import Agreed, Call, Collected, Spread, Transport
@@ -45,8 +47,8 @@ class Calls:
     Transports move rows in host memory; tensors of a GPU are copied there and back.
     """
 
-    def __init__(self, group: Group, transport: Transport):
-        self.transport = transport
+    def __init__(self, config: BufferConfig, group: Group, transport: Transport):
+        self.config, self.transport = config, transport
         self.closed = ""  # why
         self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._edges: weakref.WeakKeyDictionary[Plan, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -71,26 +73,46 @@ class Calls:
         """The Plan of a routing [T, K]; `weights` rank routes for dropping."""
         call = Call("plan", num_tokens=topk_idx.shape[0], ranked=weights is not None)
         plan = self._run(call, lambda call: self.transport.plan(call, topk_idx, weights))
-        plan = dataclasses.replace(plan, plan_id=self._sequence)
+        plan = dataclasses.replace(plan, plan_id=self._sequence, buffer_number=self._group.number)
+        plan = dataclasses.replace(plan, key=ops.key_of(self, plan))
         self.plans.add(plan)
         return plan
+
+    def owns(self, plan: Plan) -> bool:
+        """Whether a plan is of this Buffer, as far as torch.compile can tell."""
+        return plan.buffer_number == self._group.number
 
     # ---- what autograd asks for (see autograd.Verbs) ----
 
     def start_dispatch(
-        self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool, async_op: bool
+        self,
+        plan: Plan,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        needs_grad: bool,
+        *,
+        graph: bool = True,
+        async_op: bool = False,
     ) -> Callable[[], Spread]:
         call, here = self._call("dispatch", plan, needs_grad), x.device
+        call.without_graph |= not graph
         x, topk_weights = x.cpu(), topk_weights.cpu()
         result = self._start(call, lambda call: self.transport.spread(call, plan, x, topk_weights), async_op)
         return lambda: _spread_to(result(), here)
 
     def start_combine(
-        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool, async_op: bool
+        self,
+        plan: Plan,
+        rows: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        needs_grad: bool,
+        *,
+        graph: bool = True,
+        async_op: bool = False,
     ) -> Callable[[], Collected]:
         call, here = self._call("combine", plan, needs_grad), rows.device
         saved = [tensor for tensor in (rows, row_weights) if tensor is not None]
-        call.without_graph |= any(tensor.is_inference() for tensor in saved)  # they could not be saved
+        call.without_graph |= not graph or any(tensor.is_inference() for tensor in saved)  # they could not be saved
         rows, row_weights = rows.cpu(), _to(row_weights, _CPU)
         result = self._start(call, lambda call: self.transport.collect(call, plan, rows, row_weights, None), async_op)
         return lambda: _collected_to(result(), here)

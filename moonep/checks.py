@@ -12,7 +12,9 @@ from moonep.config import DTYPES, BufferConfig
 from moonep.policy import OVERFLOWS, Capacity, Home
 
 __all__ = [
+    "check_combine",
     "check_config",
+    "check_dispatch",
     "check_fits",
     "check_idx",
     "check_rows",
@@ -158,6 +160,29 @@ def check_rows(name: str, rows: object, num_rows: int, what: str, config: Buffer
         raise ValueError(f"{name}: expected shape [{num_rows}, {config.hidden}] ({what}), got {list(rows.shape)}")
     _check_memory(name, rows)
     return rows
+
+
+def check_dispatch(
+    x: object, topk_weights: object, num_tokens: int, config: BufferConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dispatch's rows [T, H] and weights [T, K] (None: ones), dense, the weights as float32."""
+    rows = check_rows("x", x, num_tokens, "the plan's tokens x hidden", config)
+    shape = (num_tokens, config.top_k)
+    if topk_weights is None:
+        return rows.contiguous(), torch.ones(shape, device=rows.device)
+    weights = check_weights("topk_weights", topk_weights, shape, rows.device)
+    return rows.contiguous(), weights.to(torch.float32).contiguous()
+
+
+def check_combine(
+    expert_out: object, weights: object, num_rows: int, config: BufferConfig
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """combine's rows [N, H] and weights [N] or None, likewise."""
+    rows = check_rows("expert_out", expert_out, num_rows, "the plan's rows x hidden", config)
+    if weights is None:
+        return rows.contiguous(), None
+    row_weights = check_weights("weights", weights, (num_rows,), rows.device)
+    return rows.contiguous(), row_weights.to(torch.float32).contiguous()
 
 
 def check_tensors(tensors: tuple[object, ...], num_local_experts: int) -> None:

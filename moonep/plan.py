@@ -62,6 +62,8 @@ class Plan:
     inbox: Crossings = field(repr=False)  # what this rank receives
     layout: tuple[torch.Tensor, torch.Tensor] = field(repr=False)  # group_sizes and group_ends, for the transport alone
     plan_id: int = -1  # which plan of its Buffer this is; the same on every rank
+    buffer_number: int = field(default=-1, repr=False)  # of its Buffer; the same on every rank
+    key: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)  # for torch operators; see ops.py
 
 
 @dataclass(frozen=True, eq=False)

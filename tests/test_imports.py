@@ -23,7 +23,7 @@ LAYERS = [
     {"checks"},
     {"plan"},
     {"reference", "transport"},
-    {"autograd"},
+    {"autograd", "ops"},
     {"calls"},
     {"buffer"},
     {"nn"},

@@ -41,7 +41,7 @@ class Call:
     plan_id: int = -1
     needs_grad: bool = False  # an input of this rank requires a gradient
     ranked: bool = False  # weights come along, by which routes are dropped
-    without_graph: bool = False  # this rank is in inference mode and cannot take part in a backward
+    without_graph: bool = False  # this rank cannot take part in a backward: inference mode, or compiled without
     problem: Exception | None = None  # what is wrong with this rank's arguments
     buffer_number: int = 0  # tells the Buffers of a group apart
     sequence: int = 0
@@ -113,8 +113,8 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
         raise Agreed(
             ValueError(
                 f"{VERBS[all_fixed[0][3]]}: {', '.join(needing)} needs gradients, but {', '.join(unable)} is in "
-                "inference mode, or passed tensors made in it, and could not take part in the backward; use "
-                "torch.no_grad() there"
+                "inference mode, or passed tensors made in it, or was compiled without gradients, and could not take "
+                "part in the backward; use torch.no_grad() there, outside of torch.compile"
             )
         )
     return Agreement(tokens, bool(needing))
