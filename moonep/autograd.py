@@ -112,6 +112,9 @@ def combine(
 
 # The results of a verb come to `forward` in a tuple, which autograd does not look into: a tensor that goes in and
 # comes out would become a view, and views of a function's outputs must not be changed in place.
+#
+# The edges are saved for torch.utils.checkpoint, which ends a recomputation at the last saved tensor: so that this is
+# behind the same verb on every rank.
 
 
 class _Dispatch(torch.autograd.Function):
@@ -126,6 +129,7 @@ class _Dispatch(torch.autograd.Function):
         results: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.verbs, ctx.plan = verbs, plan
+        ctx.save_for_backward(edge)
         return *results, torch.empty(0)
 
     @staticmethod
@@ -148,12 +152,12 @@ class _Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.verbs, ctx.plan = verbs, plan
         # The rows are only wanted for the gradient of the weights.
-        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, row_weights)
+        ctx.save_for_backward(edge, rows if ctx.needs_input_grad[2] else None, row_weights)
         return results[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
-        rows, row_weights = ctx.saved_tensors
+        _, rows, row_weights = ctx.saved_tensors
         grad_rows, dots, _ = ctx.verbs.run_combine_backward(ctx.plan, grad_y, row_weights, rows)
         return torch.zeros(0), grad_rows, dots, None, None, None
