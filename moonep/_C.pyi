@@ -21,6 +21,11 @@ def load_ids(ids: int, id_bytes: int, tokens: int, top_k: int, stride_t: int, st
 
 def drop_overflow(ids_of_rank: Sequence[int], weights_of_rank: Sequence[int], counts_of_rank: Sequence[int], tokens_of_rank: Sequence[int], top_k: int, experts: int, capacity: int) -> None: ...
 
+def balance(totals: int, experts: int, ranks: int, limit: int, slots: int, exact_shares: bool, replica_experts: int, replica_rows: int, rank_rows: int) -> None:
+    """
+    All arrays int64: totals [E]; written: replica_experts and replica_rows [R, slots], rank_rows [R].
+    """
+
 class HomePlanner:
     def __init__(self, rank: int, ranks: int, experts: int, top_k: int, alignment: int) -> None: ...
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["OVERFLOWS", "Capacity", "Home", "Policy"]
+__all__ = ["OVERFLOWS", "Balanced", "Capacity", "Home", "Policy"]
 
 OVERFLOWS = ("drop", "error")
 
@@ -40,6 +40,41 @@ class Capacity:
         """
         rows = math.ceil(Fraction(str(self.factor)) * num_tokens * top_k / num_experts)
         return -(-rows // expert_alignment) * expert_alignment
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """No rank computes more than (1 + slack) times an even share of the rows, whatever the router does.
+
+    Experts of overloaded ranks get replicas on others for the step, which take part of their rows; `Buffer.replicate`
+    brings the weights there. Nothing is dropped, and as few replicas are made as the rule finds: none, at no cost,
+    while routing is within the slack. `balance_plain` in moonep/balance.py defines who gets what.
+
+    Args:
+        slack: by what share a rank's rows may exceed the even share, 0 or more. 0 makes all ranks equal and takes many
+            more replicas; docs/planner.md shows what each step buys.
+        max_replicas: the most replicas on one rank, 0 or more; None: as many as a rank has experts at home, which is
+            always enough. With fewer, a rank may exceed the limit: the balance comes as near as they allow.
+            `Plan.rank_rows` says what was reached.
+    """
+
+    slack: float = 0.05
+    max_replicas: int | None = None
+
+    def row_limit(self, num_rows: int, num_ranks: int) -> int:
+        """M = ceil((1 + slack) * ceil(num_rows / num_ranks)), the most rows on a rank, of num_rows in all ranks.
+
+        `slack` is taken as the decimal number that it prints as, so that 0.1 is one tenth.
+        """
+        return math.ceil((1 + Fraction(str(self.slack))) * -(-num_rows // num_ranks))
+
+    def slots_per_rank(self, num_experts: int, num_ranks: int) -> int:
+        """Places for replicas on every rank: ceil(num_experts / num_ranks), or `max_replicas` if that is fewer.
+
+        One rank alone has nobody to take rows from: none.
+        """
+        enough = -(-num_experts // num_ranks) if num_ranks > 1 else 0
+        return enough if self.max_replicas is None else min(enough, self.max_replicas)
 
 
 Policy = Home | Capacity

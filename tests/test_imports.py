@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[1] / "moonep"
 LAYERS = [
     {"_C", "_version"},
     {"errors", "env", "machine", "policy", "config"},
-    {"checks"},
+    {"checks", "balance"},
     {"plan"},
     {"reference", "transport"},
     {"autograd", "ops"},

@@ -11,6 +11,7 @@
 #include <array>
 #include <chrono>
 
+#include "common/balance.h"
 #include "cpu/parallel.h"
 #include "cpu/plan.h"
 #include "cpu/pool.h"
@@ -133,6 +134,19 @@ NB_MODULE(_C, m) {
       },
       "ids_of_rank"_a, "weights_of_rank"_a, "counts_of_rank"_a, "tokens_of_rank"_a, "top_k"_a, "experts"_a,
       "capacity"_a, Unlocked());
+
+  m.def(
+      "balance",
+      [](Address totals, int64_t experts, int64_t ranks, int64_t limit, int64_t slots, bool exact_shares,
+         Address replica_experts, Address replica_rows, Address rank_rows) {
+        const Homes homes{experts, ranks};
+        std::vector<int64_t> scratch(Balancer::scratch_size(homes));
+        const Replicas out{at<int64_t>(replica_experts), at<int64_t>(replica_rows), at<int64_t>(rank_rows)};
+        Balancer(homes, at<const int64_t>(totals), limit, slots, out, scratch.data()).run(exact_shares);
+      },
+      "totals"_a, "experts"_a, "ranks"_a, "limit"_a, "slots"_a, "exact_shares"_a, "replica_experts"_a, "replica_rows"_a,
+      "rank_rows"_a, Unlocked(),
+      "All arrays int64: totals [E]; written: replica_experts and replica_rows [R, slots], rank_rows [R].");
 
   nb::class_<HomePlanner>(m, "HomePlanner")
       .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), "rank"_a, "ranks"_a, "experts"_a, "top_k"_a,
