@@ -19,11 +19,18 @@ if TYPE_CHECKING:
     from moonep import errors
     from moonep.buffer import Buffer
     from moonep.plan import Plan, Received
-    from moonep.policy import Capacity, Home
+    from moonep.policy import Balanced, Capacity, Home
 
-__all__ = ["Buffer", "Capacity", "Home", "Plan", "Received", "__version__", "errors"]
+__all__ = ["Balanced", "Buffer", "Capacity", "Home", "Plan", "Received", "__version__", "errors"]
 
-_MODULE_OF_NAME = {"Buffer": "buffer", "Capacity": "policy", "Home": "policy", "Plan": "plan", "Received": "plan"}
+_MODULE_OF_NAME = {
+    "Balanced": "policy",
+    "Buffer": "buffer",
+    "Capacity": "policy",
+    "Home": "policy",
+    "Plan": "plan",
+    "Received": "plan",
+}
 
 
 def __getattr__(name: str) -> object:

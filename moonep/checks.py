@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from moonep.config import DTYPES, BufferConfig
-from moonep.policy import OVERFLOWS, Capacity, Home
+from moonep.policy import OVERFLOWS, Balanced, Capacity, Home
 
 __all__ = [
     "check_combine",
@@ -52,10 +52,14 @@ def check_config(config: BufferConfig, num_ranks: int) -> None:
         raise ValueError(f"num_experts: expected less than 2**30, got {config.num_experts}")
     if config.dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {config.dtype}")
-    if not isinstance(config.policy, (Home, Capacity)):
-        raise TypeError(f"policy: expected moonep.Home() or moonep.Capacity(), got {config.policy!r}")
+    if not isinstance(config.policy, (Home, Capacity, Balanced)):
+        raise TypeError(
+            f"policy: expected moonep.Home(), moonep.Capacity() or moonep.Balanced(), got {config.policy!r}"
+        )
     if isinstance(config.policy, Capacity):
         _check_capacity(config.policy)
+    if isinstance(config.policy, Balanced):
+        _check_balanced(config.policy)
     if config.transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
     if config.transport == "local" and num_ranks > 1:
@@ -93,6 +97,21 @@ def _check_capacity(policy: Capacity) -> None:
         raise ValueError(f"policy: factor: expected more than 0, got {factor!r}")
     if policy.overflow not in OVERFLOWS:
         raise ValueError(f"policy: overflow: expected one of {', '.join(OVERFLOWS)}, got {policy.overflow!r}")
+
+
+def _check_balanced(policy: Balanced) -> None:
+    slack: object = policy.slack
+    if isinstance(slack, bool) or not isinstance(slack, (int, float)):
+        raise TypeError(f"policy: slack: expected a number, got {slack!r}")
+    if not 0 <= slack < float("inf"):
+        raise ValueError(f"policy: slack: expected 0 or more, got {slack!r}")
+    most: object = policy.max_replicas
+    if most is None:
+        return
+    if isinstance(most, bool) or not isinstance(most, int):
+        raise TypeError(f"policy: max_replicas: expected an int or None, got {most!r}")
+    if most < 0:
+        raise ValueError(f"policy: max_replicas: expected 0 or more, got {most}")
 
 
 def check_fits(config: BufferConfig, num_ranks: int, ranks_here: int, available_bytes: int | None) -> None:

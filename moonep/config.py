@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moonep.policy import Capacity, Policy
+from moonep.policy import Balanced, Capacity, Policy
 
 __all__ = ["ALIGN_BYTES", "DTYPES", "BufferConfig", "align"]
 
@@ -88,11 +88,15 @@ class BufferConfig:
         return max(num_ranks * 2**20, one_token, self.plan_bytes)
 
     def step_rows(self, num_ranks: int) -> int:
-        """The rows that a rank receives in a full step: under Home when the load is even, under Capacity always."""
+        """The rows that a rank receives in a full step: under Home when the load is even, otherwise always."""
         if isinstance(self.policy, Capacity):
             tokens = num_ranks * self.max_tokens
             return -(-self.num_experts // num_ranks) * self.policy.rows_per_expert(
                 tokens, self.top_k, self.num_experts, self.expert_alignment
+            )
+        if isinstance(self.policy, Balanced):
+            return self.policy.rows_per_rank(
+                num_ranks * self.max_tokens, self.top_k, self.num_experts, num_ranks, self.expert_alignment
             )
         return self.max_tokens * self.top_k
 

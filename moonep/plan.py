@@ -6,14 +6,17 @@ Plan, field by field.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from moonep.policy import Capacity, Home, Policy
+from moonep.balance import balance_plain
+from moonep.policy import Balanced, Capacity, Home, Policy
 
 __all__ = ["Crossings", "Plan", "Received", "first_expert", "home_rank", "plan_plain"]
 
@@ -99,11 +102,12 @@ def plan_plain(
     expert_alignment: int = 1,
     policy: Policy = Home(),  # noqa: B008 (frozen)
     topk_weights_of_rank: Sequence[torch.Tensor] | None = None,
+    host_of_rank: Sequence[int] | None = None,
 ) -> Plan:
     """The Plan of `rank` from the routing of all ranks. The definition: slow, in loops.
 
     `topk_idx_of_rank[r]` is rank r's [T, K], integer, -1 for no route; `topk_weights_of_rank[r]` its weights [T, K],
-    which `Capacity` goes by in dropping.
+    which `Capacity` goes by in dropping; `host_of_rank[r]` tells its host from others (None: all on one).
     """
     num_ranks = len(topk_idx_of_rank)
     ids = [idx.tolist() for idx in topk_idx_of_rank]
@@ -115,28 +119,45 @@ def plan_plain(
         room = policy.rows_per_expert(sum(map(len, ids)), top_k, num_experts, expert_alignment)
         weights = None if topk_weights_of_rank is None else [each.float().tolist() for each in topk_weights_of_rank]
         _drop_overflow(ids, weights, num_experts, room)
-    kept = sum(expert >= 0 for ids_K in ids[rank] for expert in ids_K)
+    kept_routes = sum(expert >= 0 for ids_K in ids[rank] for expert in ids_K)
 
-    # Where every expert's group begins at its home.
-    sizes = [0] * num_experts
-    for ids_TK in ids:
+    counts = [[0] * num_experts for _ in ids]
+    for source, ids_TK in enumerate(ids):
         for ids_K in ids_TK:
             for expert in ids_K:
                 if expert >= 0:
-                    sizes[expert] += 1
-    starts, ends, rank_rows = [0] * num_experts, [0] * num_experts, [0] * num_ranks
-    end = 0
-    for expert in range(num_experts):
-        home = home_rank(expert, num_experts, num_ranks)
-        if expert == first_expert(home, num_experts, num_ranks):
-            end = 0
-        starts[expert] = end
-        end += _align_up(sizes[expert], expert_alignment) if room is None else room
-        ends[expert] = end
-        rank_rows[home] += sizes[expert]
+                    counts[source][expert] += 1
+    sizes = [sum(of_source[expert] for of_source in counts) for expert in range(num_experts)]
+
+    # The groups of every rank, one behind the other: experts at home, then replicas.
+    kept = list(sizes)
+    slots: list[list[tuple[int, int]]] = [[] for _ in ids]
+    num_rows = None
+    if isinstance(policy, Balanced):
+        replicas = balance_plain(sizes, num_ranks, policy)
+        slots = [list(zip(*each, strict=True)) for each in zip(replicas.experts, replicas.rows, strict=True)]
+        if policy.max_replicas is None:
+            num_rows = policy.rows_per_rank(sum(map(len, ids)), top_k, num_experts, num_ranks, expert_alignment)
+    for expert, rows in itertools.chain.from_iterable(slots):
+        if expert >= 0:
+            kept[expert] -= rows
+    groups: list[list[tuple[int, int, int]]] = [[] for _ in ids]  # expert, rows, end
+    places: list[list[_Place]] = [[] for _ in range(num_experts)]
+    for r, rank_slots in enumerate(slots):
+        home = range(first_expert(r, num_experts, num_ranks), first_expert(r + 1, num_experts, num_ranks))
+        end = 0
+        for expert, rows in [(expert, kept[expert]) for expert in home] + rank_slots:
+            if expert >= 0:
+                places[expert].append(_Place(r, end, rows))
+            end += _align_up(rows, expert_alignment) if room is None else room
+            groups[r].append((expert, rows, end))
 
     # Number the rows in their order: source rank, token, k.
-    next_row = list(starts)
+    hosts = [0] * num_ranks if host_of_rank is None else host_of_rank
+    destinations = [
+        _destinations([of_source[expert] for of_source in counts], places[expert], hosts)
+        for expert in range(num_experts)
+    ]
     dst_rank = [[-1] * top_k for _ in ids[rank]]
     dst_row = [[-1] * top_k for _ in ids[rank]]
     outbox: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_ranks)]
@@ -146,34 +167,76 @@ def plan_plain(
             for k, expert in enumerate(ids_K):
                 if expert < 0:
                     continue
-                home, row = home_rank(expert, num_experts, num_ranks), next_row[expert]
-                next_row[expert] += 1
+                to, row = next(destinations[expert][source])
                 if source == rank:
-                    dst_rank[t][k], dst_row[t][k] = home, row
-                    outbox[home].setdefault(t, []).append((t * top_k + k, row))
-                if home == rank:
+                    dst_rank[t][k], dst_row[t][k] = to, row
+                    outbox[to].setdefault(t, []).append((t * top_k + k, row))
+                if to == rank:
                     inbox[source].setdefault(t, []).append((t * top_k + k, row))
 
-    mine = range(first_expert(rank, num_experts, num_ranks), first_expert(rank + 1, num_experts, num_ranks))
-    group_sizes = torch.tensor([sizes[e] for e in mine], dtype=torch.int64)
-    group_ends = torch.tensor([ends[e] for e in mine], dtype=torch.int32)
+    group_sizes = torch.tensor([rows for _, rows, _ in groups[rank]], dtype=torch.int64)
+    group_ends = torch.tensor([end for _, _, end in groups[rank]], dtype=torch.int32)
+    if num_rows is None:
+        num_rows = groups[rank][-1][2] if groups[rank] else 0
     return Plan(
         num_tokens=len(ids[rank]),
-        num_rows=ends[mine[-1]] if mine else 0,
-        num_groups=len(mine),
-        group_experts=torch.tensor(list(mine), dtype=torch.int64),
+        num_rows=num_rows,
+        num_groups=len(groups[rank]),
+        group_experts=torch.tensor([expert for expert, _, _ in groups[rank]], dtype=torch.int64),
         group_sizes=group_sizes,
         group_ends=group_ends,
-        replicas=torch.empty(num_ranks, 0, dtype=torch.int64),
-        rank_rows=torch.tensor(rank_rows, dtype=torch.int64),
+        replicas=torch.tensor([[expert for expert, _ in each] for each in slots], dtype=torch.int64),
+        rank_rows=torch.tensor([sum(rows for _, rows, _ in each) for each in groups], dtype=torch.int64),
         dst_rank=torch.tensor(dst_rank, dtype=torch.int64).reshape(len(ids[rank]), top_k),
         dst_row=torch.tensor(dst_row, dtype=torch.int64).reshape(len(ids[rank]), top_k),
-        num_dropped=routed - kept,
+        num_dropped=routed - kept_routes,
         num_tokens_of_rank=tuple(len(ids_TK) for ids_TK in ids),
         outbox=_crossings(outbox),
         inbox=_crossings(inbox),
         layout=(group_sizes, group_ends),
     )
+
+
+class _Place(NamedTuple):
+    """Rows of an expert on one rank: at home, or at a replica."""
+
+    rank: int
+    start: int
+    rows: int
+
+
+def _destinations(
+    routes_of_source: Sequence[int], places: Sequence[_Place], hosts: Sequence[int]
+) -> list[Iterator[tuple[int, int]]]:
+    """For every source, where its routes to one expert go, in their order: (rank, row).
+
+    Each source fills the place on its own rank, then those on its host; what is left goes, sources in rank order, to
+    the places in rank order until they are full. Rows of a place are numbered by source.
+    """
+    left, room = list(routes_of_source), [place.rows for place in places]
+    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # by source: place, rows
+
+    def fill(may_take: Callable[[int, int], bool]) -> None:
+        for source in range(len(left)):
+            for i, place in enumerate(places):
+                rows = min(left[source], room[i])
+                if rows and may_take(source, place.rank):
+                    taken[source].append((i, rows))
+                    left[source] -= rows
+                    room[i] -= rows
+
+    fill(lambda source, rank: source == rank)
+    fill(lambda source, rank: hosts[source] == hosts[rank])
+    fill(lambda source, rank: True)
+    next_row = [place.start for place in places]
+    found = []
+    for pieces in taken:
+        rows_of_source: list[tuple[int, int]] = []
+        for i, rows in pieces:
+            rows_of_source += [(places[i].rank, row) for row in range(next_row[i], next_row[i] + rows)]
+            next_row[i] += rows
+        found.append(iter(rows_of_source))
+    return found
 
 
 def _drop_overflow(

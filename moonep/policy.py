@@ -64,9 +64,22 @@ class Balanced:
     def row_limit(self, num_rows: int, num_ranks: int) -> int:
         """M = ceil((1 + slack) * ceil(num_rows / num_ranks)), the most rows on a rank, of num_rows in all ranks.
 
-        `slack` is taken as the decimal number that it prints as, so that 0.1 is one tenth.
+        Never more than there are. `slack` is taken as the decimal number that it prints as, so that 0.1 is one tenth.
         """
-        return math.ceil((1 + Fraction(str(self.slack))) * -(-num_rows // num_ranks))
+        return min(num_rows, math.ceil((1 + Fraction(str(self.slack))) * -(-num_rows // num_ranks)))
+
+    def rows_per_rank(
+        self, num_tokens: int, top_k: int, num_experts: int, num_ranks: int, expert_alignment: int
+    ) -> int:
+        """N = align_up(M + min(G, M) * (A - 1), A), of every rank, num_tokens in all ranks, -1 routes included.
+
+        With A the alignment, G the groups of the rank that has most, and M the `row_limit` of all routes: room for M
+        rows however they fall into groups. Only with `max_replicas` a rank may have more.
+        """
+        limit = self.row_limit(num_tokens * top_k, num_ranks)
+        groups = -(-num_experts // num_ranks) + self.slots_per_rank(num_experts, num_ranks)
+        rows = limit + min(groups, limit) * (expert_alignment - 1)
+        return -(-rows // expert_alignment) * expert_alignment
 
     def slots_per_rank(self, num_experts: int, num_ranks: int) -> int:
         """Places for replicas on every rank: ceil(num_experts / num_ranks), or `max_replicas` if that is fewer.
@@ -77,4 +90,4 @@ class Balanced:
         return enough if self.max_replicas is None else min(enough, self.max_replicas)
 
 
-Policy = Home | Capacity
+Policy = Home | Capacity | Balanced

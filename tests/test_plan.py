@@ -18,25 +18,41 @@ import moonep
 from moonep.checks import check_config
 from moonep.config import BufferConfig
 from moonep.plan import Crossings, Plan, first_expert, home_rank, plan_plain
+from moonep.policy import Policy
 from moonep.transport.base import Call
 from moonep.transport.planner import Outgoing, Planner
 
 MAX_ROWS = 2**31 - 1
 
 
-def make_config(num_experts: int, top_k: int, *, max_tokens: int = 64, expert_alignment: int = 1) -> BufferConfig:
+def make_config(
+    num_experts: int,
+    top_k: int,
+    *,
+    max_tokens: int = 64,
+    expert_alignment: int = 1,
+    policy: Policy = moonep.Home(),  # noqa: B008 (frozen)
+) -> BufferConfig:
     return BufferConfig(
-        num_experts, top_k, 8, max_tokens, torch.float32, moonep.Home(), "auto", expert_alignment, "float32", 60.0
+        num_experts, top_k, 8, max_tokens, torch.float32, policy, "auto", expert_alignment, "float32", 60.0
     )
 
 
 class Ranks:
     """One Planner a rank, with the routing of all ranks loaded."""
 
-    def __init__(self, idx_of_rank: Sequence[torch.Tensor], num_experts: int, alignment: int = 1):
+    def __init__(
+        self,
+        idx_of_rank: Sequence[torch.Tensor],
+        num_experts: int,
+        alignment: int = 1,
+        policy: Policy = moonep.Home(),  # noqa: B008 (frozen)
+        hosts: Sequence[int] | None = None,
+    ):
         top_k = idx_of_rank[0].shape[1]
-        config = make_config(num_experts, top_k, expert_alignment=alignment)
-        self.planners = [Planner(config, rank, len(idx_of_rank)) for rank in range(len(idx_of_rank))]
+        config = make_config(num_experts, top_k, expert_alignment=alignment, policy=policy)
+        hosts = hosts or [0] * len(idx_of_rank)
+        self.planners = [Planner(config, rank, hosts) for rank in range(len(idx_of_rank))]
         self.tokens = tuple(len(idx) for idx in idx_of_rank)
         self.ids = [torch.full((len(idx), top_k), -77, dtype=torch.int32) for idx in idx_of_rank]
         self.counts = [torch.full((num_experts,), -77, dtype=torch.int32) for _ in idx_of_rank]
@@ -55,9 +71,10 @@ class Ranks:
         """words[source][destination], and what every rank keeps."""
         words, kept = [], []
         for planner, ids in zip(self.planners, self.ids, strict=True):
-            sent, outgoing = planner.words_to_send(ids.data_ptr(), self.counts_addresses, self.tokens)
+            sent, outgoing, routes_RR = planner.words_to_send(ids.data_ptr(), self.counts_addresses, self.tokens)
             ends = outgoing.outbox.start[outgoing.outbox.first.long()].tolist()
             words.append([sent[begin:end] for begin, end in itertools.pairwise(ends)])
+            assert routes_RR[planner.rank].tolist() == [len(each) for each in words[-1]]
             kept.append(outgoing)
         return words, kept
 
@@ -134,6 +151,18 @@ def routings(draw: st.DrawFn) -> tuple[list[torch.Tensor], int, int]:
     return idx_of_rank, num_experts, draw(st.sampled_from([1, 1, 2, 3, 8, 16]))
 
 
+policies = st.sampled_from(
+    [
+        moonep.Home(),
+        moonep.Balanced(),
+        moonep.Balanced(slack=0),
+        moonep.Balanced(slack=0.3),
+        moonep.Balanced(slack=0, max_replicas=1),
+        moonep.Balanced(max_replicas=2),
+        moonep.Balanced(max_replicas=0),
+    ]
+)
+
 quick = settings(max_examples=150, deadline=None)
 
 
@@ -141,13 +170,25 @@ quick = settings(max_examples=150, deadline=None)
 
 
 @quick
-@given(routings())
-def test_native_plans_are_the_plain_ones(routing: tuple[list[torch.Tensor], int, int]) -> None:
+@given(routings(), policies, st.data())
+def test_native_plans_are_the_plain_ones(
+    routing: tuple[list[torch.Tensor], int, int], policy: Policy, data: st.DataObject
+) -> None:
     idx_of_rank, num_experts, alignment = routing
-    ranks = Ranks(idx_of_rank, num_experts, alignment)
+    hosts = data.draw(st.lists(st.integers(0, 2), min_size=len(idx_of_rank), max_size=len(idx_of_rank)))
+    ranks = Ranks(idx_of_rank, num_experts, alignment, policy, hosts)
     from_ids, from_words = ranks.plans_from_ids(), ranks.plans_from_words()
     for rank in range(len(idx_of_rank)):
-        plain = plan_as_dict(plan_plain(idx_of_rank, rank, num_experts=num_experts, expert_alignment=alignment))
+        plain = plan_as_dict(
+            plan_plain(
+                idx_of_rank,
+                rank,
+                num_experts=num_experts,
+                expert_alignment=alignment,
+                policy=policy,
+                host_of_rank=hosts,
+            )
+        )
         assert plan_as_dict(from_ids[rank]) == plain
         assert plan_as_dict(from_words[rank]) == with_words_numbering(plain, rank)
 
@@ -186,10 +227,13 @@ def test_planner_is_used_again() -> None:
 
 
 @quick
-@given(routings())
-def test_every_route_has_one_row_and_every_row_one_route(routing: tuple[list[torch.Tensor], int, int]) -> None:
+@given(routings(), policies)
+def test_every_route_has_one_row_and_every_row_one_route(
+    routing: tuple[list[torch.Tensor], int, int], policy: Policy
+) -> None:
     idx_of_rank, num_experts, alignment = routing
-    plans = Ranks(idx_of_rank, num_experts, alignment).plans_from_ids()
+    plans = Ranks(idx_of_rank, num_experts, alignment, policy).plans_from_ids()
+    static = isinstance(policy, moonep.Balanced) and policy.max_replicas is None
 
     # Who stands in each row, from the sources' side.
     found: dict[tuple[int, int], tuple[int, int, int, int]] = {}
@@ -199,7 +243,8 @@ def test_every_route_has_one_row_and_every_row_one_route(routing: tuple[list[tor
             if expert < 0:
                 assert (rank, row) == (-1, -1)
                 continue
-            assert rank == home_rank(expert, num_experts, len(plans))
+            home = home_rank(expert, num_experts, len(plans))
+            assert rank == home or expert in plan.replicas[rank].tolist()
             assert (rank, row) not in found
             found[rank, row] = (expert, source, t, k)
 
@@ -210,16 +255,22 @@ def test_every_route_has_one_row_and_every_row_one_route(routing: tuple[list[tor
         ):
             here = [found[rank, row] for row in range(start, start + size)]
             assert here == sorted(here), "rows of a group are ordered by (source rank, token, k)"
-            assert {route[0] for route in here} <= {int(expert)}
+            assert {route[0] for route in here} == ({int(expert)} if size else set())
             assert end - start == -(-size // alignment) * alignment
             expected_rows += range(start, start + size)
             start = end
-        assert plan.num_rows == start
+        assert plan.num_rows == plans[0].num_rows >= start if static else plan.num_rows == start
         assert sorted(row for r, row in found if r == rank) == expected_rows
         assert sum(plan.group_sizes.tolist()) == len(expected_rows) == int(plan.rank_rows[rank])
         assert int(plan.rank_rows.sum()) == sum(int((idx >= 0).sum()) for idx in idx_of_rank)
         assert plan.num_groups == len(plan.group_experts)
-        assert plan.replicas.shape == (len(plans), 0)
+        slots = policy.slots_per_rank(num_experts, len(plans)) if isinstance(policy, moonep.Balanced) else 0
+        assert plan.replicas.shape == (len(plans), slots)
+        first = first_expert(rank, num_experts, len(plans)), first_expert(rank + 1, num_experts, len(plans))
+        assert plan.group_experts.tolist() == [*range(*first), *plan.replicas[rank].tolist()]
+        assert not set(range(*first)) & set(plan.replicas[rank].tolist())
+        if static:
+            assert int(plan.rank_rows.max()) <= policy.row_limit(int(plan.rank_rows.sum()), len(plans))
         assert plan.num_dropped == 0
         assert plan.num_tokens == len(idx_of_rank[rank])
 
@@ -430,7 +481,7 @@ INT32_MIN, INT64_MIN = -(2**31), -(2**63)
 )
 def test_bad_id_is_named(bad: int, dtype: torch.dtype, layout: str) -> None:
     idx = torch.tensor([[0, -1, 4], [1, 2, bad], [bad, -5, 0]], dtype=dtype)
-    planner = Planner(make_config(5, 3), 0, 1)
+    planner = Planner(make_config(5, 3), 0, [0])
     ids, counts = torch.empty(3, 3, dtype=torch.int32), torch.empty(5, dtype=torch.int32)
     expected = f"topk_idx[1, 2]: expected -1 (no route) or an expert in [0, 5), got {bad}"
     with pytest.raises(ValueError) as caught:
@@ -528,15 +579,16 @@ def test_rows_up_to_the_largest_number() -> None:
     lower, own = MAX_ROWS - 3, torch.tensor([[0, -1], [0, 0]])
     ranks = Ranks([torch.empty(0, 2, dtype=torch.int64), own], 2)
     ranks.counts[0][0] = lower  # as if rank 0 sent so many; its ids are not read here
-    _, outgoing = ranks.planners[1].words_to_send(ranks.ids[1].data_ptr(), ranks.counts_addresses, (0, 2))
+    _, outgoing, _ = ranks.planners[1].words_to_send(ranks.ids[1].data_ptr(), ranks.counts_addresses, (0, 2))
     assert outgoing.dst_row.tolist() == [[lower, -1], [lower + 1, lower + 2]]
     assert outgoing.outbox.row.tolist() == [lower, lower + 1, lower + 2]
     native = ranks.planners[0]._native
-    native.set_counts(ranks.counts_addresses, -1)
+    native.set_counts(ranks.counts_addresses)
+    native.lay_out(-1, -1)
     assert (native.num_rows, native.routes_in, native.routes_out) == (MAX_ROWS, MAX_ROWS, lower)
     experts, sizes, rank_rows = (torch.empty(2, dtype=torch.int64) for _ in range(3))
     ends = torch.empty(2, dtype=torch.int32)
-    native.write_groups(experts.data_ptr(), sizes.data_ptr(), ends.data_ptr(), rank_rows.data_ptr())
+    native.write_groups(experts.data_ptr(), sizes.data_ptr(), ends.data_ptr(), rank_rows.data_ptr(), 0)
     assert (int(experts[0]), int(sizes[0]), int(ends[0])) == (0, MAX_ROWS, MAX_ROWS)
     assert rank_rows.tolist() == [MAX_ROWS, 0]
 

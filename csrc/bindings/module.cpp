@@ -148,29 +148,36 @@ NB_MODULE(_C, m) {
       "rank_rows"_a, Unlocked(),
       "All arrays int64: totals [E]; written: replica_experts and replica_rows [R, slots], rank_rows [R].");
 
-  nb::class_<HomePlanner>(m, "HomePlanner")
-      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), "rank"_a, "ranks"_a, "experts"_a, "top_k"_a,
-           "alignment"_a)
+  nb::class_<Planner>(m, "Planner")
+      .def(nb::init<int64_t, std::vector<int64_t>, int64_t, int64_t, int64_t>(), "rank"_a, "host_of_rank"_a,
+           "experts"_a, "top_k"_a, "alignment"_a)
       .def(
           "set_counts",
-          [](HomePlanner& self, const Addresses& counts_of_rank, int64_t group_rows) {
-            self.set_counts(at<const int32_t>(counts_of_rank), group_rows);
-          },
-          "counts_of_rank"_a, "group_rows"_a, Unlocked(), "group_rows: of every expert; -1: as many as are counted.")
-      .def_prop_ro("num_rows", &HomePlanner::num_rows)
-      .def_prop_ro("routes_out", &HomePlanner::routes_out)
-      .def_prop_ro("routes_in", &HomePlanner::routes_in)
+          [](Planner& self, const Addresses& counts_of_rank) { self.set_counts(at<const int32_t>(counts_of_rank)); },
+          "counts_of_rank"_a, Unlocked())
+      .def("balance", &Planner::balance, "limit"_a, "slots"_a, "exact_shares"_a, Unlocked())
+      .def("lay_out", &Planner::lay_out, "group_rows"_a, "num_rows"_a, Unlocked(),
+           "Rows of every group, and of this rank; -1: as many as are counted.")
+      .def_prop_ro("total_rows", &Planner::total_rows)
+      .def_prop_ro("num_rows", &Planner::num_rows)
+      .def_prop_ro("num_groups", &Planner::num_groups)
+      .def_prop_ro("routes_out", &Planner::routes_out)
+      .def_prop_ro("routes_in", &Planner::routes_in)
       .def(
           "write_groups",
-          [](const HomePlanner& self, Address group_experts, Address group_sizes, Address group_ends,
-             Address rank_rows) {
+          [](const Planner& self, Address group_experts, Address group_sizes, Address group_ends, Address rank_rows,
+             Address replicas) {
             self.write_groups(at<int64_t>(group_experts), at<int64_t>(group_sizes), at<int32_t>(group_ends),
-                              at<int64_t>(rank_rows));
+                              at<int64_t>(rank_rows), at<int64_t>(replicas));
           },
-          "group_experts"_a, "group_sizes"_a, "group_ends"_a, "rank_rows"_a)
+          "group_experts"_a, "group_sizes"_a, "group_ends"_a, "rank_rows"_a, "replicas"_a)
+      .def(
+          "write_routes",
+          [](const Planner& self, Address routes_between) { self.write_routes(at<int64_t>(routes_between)); },
+          "routes_between"_a)
       .def(
           "number_outgoing",
-          [](const HomePlanner& self, Address ids, int64_t tokens, Address dst_rank, Address dst_row,
+          [](const Planner& self, Address ids, int64_t tokens, Address dst_rank, Address dst_row,
              const CrossingAddresses& out) {
             return self.number_outgoing(at<const int32_t>(ids), tokens, at<int64_t>(dst_rank), at<int64_t>(dst_row),
                                         crossing_arrays(out));
@@ -178,20 +185,20 @@ NB_MODULE(_C, m) {
           "ids"_a, "tokens"_a, "dst_rank"_a, "dst_row"_a, "outbox"_a, Unlocked())
       .def(
           "number_incoming",
-          [](const HomePlanner& self, const Addresses& ids_of_rank, const std::vector<int64_t>& tokens_of_rank,
+          [](const Planner& self, const Addresses& ids_of_rank, const std::vector<int64_t>& tokens_of_rank,
              const CrossingAddresses& in) {
             return self.number_incoming(at<const int32_t>(ids_of_rank), tokens_of_rank.data(), crossing_arrays(in));
           },
           "ids_of_rank"_a, "tokens_of_rank"_a, "inbox"_a, Unlocked())
       .def(
           "pack_words",
-          [](const HomePlanner& self, Address ids, const CrossingAddresses& out, Address words) {
+          [](const Planner& self, Address ids, const CrossingAddresses& out, Address words) {
             self.pack_words(at<const int32_t>(ids), crossing_arrays(out), at<int32_t>(words));
           },
           "ids"_a, "outbox"_a, "words"_a, Unlocked())
       .def(
           "unpack_words",
-          [](const HomePlanner& self, Address words, const std::vector<int64_t>& words_of_rank,
+          [](const Planner& self, Address words, const std::vector<int64_t>& words_of_rank,
              const CrossingAddresses& in) {
             return self.unpack_words(at<const int32_t>(words), words_of_rank.data(), crossing_arrays(in));
           },
@@ -250,10 +257,11 @@ NB_MODULE(_C, m) {
       "own_rank"_a, "own_rows"_a, "own_weights"_a, "outbox"_a, "inbox"_a, "begin"_a, "end"_a, "threads"_a, Unlocked());
   m.def(
       "zero_padding",
-      [](Address rows, int64_t row_bytes, Address group_sizes, Address group_ends, int64_t groups) {
-        zero_padding(at<char>(rows), row_bytes, at<const int64_t>(group_sizes), at<const int32_t>(group_ends), groups);
+      [](Address rows, int64_t num_rows, int64_t row_bytes, Address group_sizes, Address group_ends, int64_t groups) {
+        zero_padding(at<char>(rows), num_rows, row_bytes, at<const int64_t>(group_sizes), at<const int32_t>(group_ends),
+                     groups);
       },
-      "rows"_a, "row_bytes"_a, "group_sizes"_a, "group_ends"_a, "groups"_a, Unlocked());
+      "rows"_a, "num_rows"_a, "row_bytes"_a, "group_sizes"_a, "group_ends"_a, "groups"_a, Unlocked());
   m.def(
       "move_floats",
       [](Address dst, Address dst_index, int64_t dst_base, Address src, Address src_index, int64_t src_base,

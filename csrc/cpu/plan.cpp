@@ -98,67 +98,177 @@ void drop_overflow(const std::vector<int32_t*>& ids_of_rank, const std::vector<c
   }
 }
 
-HomePlanner::HomePlanner(int64_t rank, int64_t ranks, int64_t experts, int64_t top_k, int64_t alignment)
+Planner::Planner(int64_t rank, std::vector<int64_t> host_of_rank, int64_t experts, int64_t top_k, int64_t alignment)
     : rank_(rank),
-      ranks_(ranks),
+      ranks_(static_cast<int64_t>(host_of_rank.size())),
       experts_(experts),
       top_k_(top_k),
       alignment_(alignment),
-      homes_{experts, ranks},
+      host_of_rank_(std::move(host_of_rank)),
+      homes_{experts, ranks_},
       home_(experts),
       sizes_(experts),
+      kept_(experts),
       starts_(experts),
-      ends_(experts) {
-  for (int64_t r = 0; r < ranks; ++r)
+      rank_rows_(ranks_),
+      split_of_(experts, -1),
+      group_of_(experts + 1) {
+  for (int64_t r = 0; r < ranks_; ++r)
     for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) home_[e] = static_cast<int32_t>(r);
 }
 
-void HomePlanner::set_counts(const std::vector<const int32_t*>& counts_of_rank, int64_t group_rows) {
+void Planner::set_counts(const std::vector<const int32_t*>& counts_of_rank) {
   counts_ = counts_of_rank;
   std::fill(sizes_.begin(), sizes_.end(), 0);
   for (const int32_t* counts : counts_)
     for (int64_t e = 0; e < experts_; ++e) sizes_[e] += counts[e];
+  kept_ = sizes_;
+  total_rows_ = 0;
+  for (int64_t r = 0; r < ranks_; ++r) {
+    rank_rows_[r] = 0;
+    for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) rank_rows_[r] += sizes_[e];
+    total_rows_ += rank_rows_[r];
+  }
+  for (const Split& split : splits_) split_of_[split.expert] = -1;
+  splits_.clear();
+  slots_ = 0;
+}
+
+void Planner::balance(int64_t limit, int64_t slots, bool exact_shares) {
+  slots_ = slots;
+  replica_experts_.resize(ranks_ * slots);
+  replica_rows_.resize(ranks_ * slots);
+  scratch_.resize(Balancer::scratch_size(homes_));
+  const Replicas out{replica_experts_.data(), replica_rows_.data(), rank_rows_.data()};
+  Balancer(homes_, sizes_.data(), limit, slots, out, scratch_.data()).run(exact_shares);
+
+  for (int64_t i = 0; i < ranks_ * slots; ++i) {
+    const int64_t expert = replica_experts_[i];
+    if (expert < 0) continue;
+    kept_[expert] -= replica_rows_[i];
+    if (split_of_[expert] >= 0) continue;
+    split_of_[expert] = static_cast<int32_t>(splits_.size());
+    splits_.push_back({expert, {}});
+  }
+}
+
+void Planner::lay_out(int64_t group_rows, int64_t num_rows) {
+  groups_.clear();
   for (int64_t r = 0; r < ranks_; ++r) {
     int64_t end = 0;
-    for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) {
-      starts_[e] = end;
-      end += group_rows == kAsCounted ? align_up(sizes_[e], alignment_) : group_rows;
-      ends_[e] = end;
-    }
-    if (r == rank_) num_rows_ = end;
+    const auto add = [&](int64_t expert, int64_t rows) {
+      const int64_t start = end;
+      end += group_rows == kAsCounted ? align_up(rows, alignment_) : group_rows;
+      if (r == rank_) groups_.push_back({expert, rows, start, end});
+      if (expert >= 0 && split_of_[expert] >= 0)
+        splits_[split_of_[expert]].instances.push_back({r, start, rows, std::vector<int64_t>(ranks_, 0)});
+      return start;
+    };
+    for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) starts_[e] = add(e, kept_[e]);
+    for (int64_t i = r * slots_; i < (r + 1) * slots_; ++i) add(replica_experts_[i], replica_rows_[i]);
+    if (r == rank_) num_rows_ = num_rows == kAsCounted ? end : num_rows;
   }
+  for (Split& split : splits_) share_out(split);
+
+  std::fill(group_of_.begin(), group_of_.end(), static_cast<int32_t>(groups_.size()));
   routes_in_ = routes_out_ = 0;
-  for (int64_t e = homes_.first(rank_); e < homes_.first(rank_ + 1); ++e) routes_in_ += sizes_[e];
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    routes_in_ += groups_[g].size;
+    if (groups_[g].expert >= 0) group_of_[groups_[g].expert + 1] = static_cast<int32_t>(g);
+  }
   for (int64_t e = 0; e < experts_; ++e) routes_out_ += counts_[rank_][e];
 }
 
-void HomePlanner::write_groups(int64_t* group_experts, int64_t* group_sizes, int32_t* group_ends,
-                               int64_t* rank_rows) const {
-  const int64_t first = homes_.first(rank_);
-  for (int64_t g = 0; g < homes_.count(rank_); ++g) {
-    group_experts[g] = first + g;
-    group_sizes[g] = sizes_[first + g];
-    group_ends[g] = static_cast<int32_t>(ends_[first + g]);
-  }
-  for (int64_t r = 0; r < ranks_; ++r) {
-    rank_rows[r] = 0;
-    for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) rank_rows[r] += sizes_[e];
-  }
+// Which rows go to which instance: to the source's own rank, then to its host, then wherever there is room. What an
+// instance takes and what sources have adds up, so all find a place.
+void Planner::share_out(Split& split) const {
+  std::vector<int64_t> room;
+  for (const Instance& instance : split.instances) room.push_back(instance.rows);
+  std::vector<int64_t> left(ranks_);
+  for (int64_t s = 0; s < ranks_; ++s) left[s] = counts_[s][split.expert];
+
+  const auto pass = [&](const auto& may_take) {
+    for (int64_t s = 0; s < ranks_; ++s) {
+      for (size_t i = 0; i < split.instances.size() && left[s] > 0; ++i) {
+        if (!may_take(s, split.instances[i].rank)) continue;
+        const int64_t rows = std::min(left[s], room[i]);
+        split.instances[i].of_source[s] += rows;
+        left[s] -= rows;
+        room[i] -= rows;
+      }
+    }
+  };
+  pass([](int64_t source, int64_t rank) { return source == rank; });
+  pass([&](int64_t source, int64_t rank) { return host_of_rank_[source] == host_of_rank_[rank]; });
+  pass([](int64_t, int64_t) { return true; });
 }
 
-int64_t HomePlanner::number_outgoing(const int32_t* ids, int64_t tokens, int64_t* dst_rank, int64_t* dst_row,
-                                     const CrossingArrays& out) const {
-  // Rows of lower source ranks come first in every group.
-  std::vector<int32_t> next_row(experts_);
+// In the order of the passes: a source's routes, by token and k, go to one instance after the other.
+std::vector<Planner::Segment> Planner::segments(const Split& split, int64_t source) const {
+  std::vector<Segment> found;
+  int64_t first_route = 0;
+  const auto add = [&](const Instance& instance) {
+    const int64_t routes = instance.of_source[source];
+    if (routes == 0) return;
+    int64_t row = instance.start;
+    for (int64_t s = 0; s < source; ++s) row += instance.of_source[s];
+    found.push_back({instance.rank, first_route, row, routes});
+    first_route += routes;
+  };
+  const auto distance = [&](const Instance& instance) {
+    if (instance.rank == source) return 0;
+    return host_of_rank_[instance.rank] == host_of_rank_[source] ? 1 : 2;
+  };
+  for (int away = 0; away <= 2; ++away)
+    for (const Instance& instance : split.instances)
+      if (distance(instance) == away) add(instance);
+  return found;
+}
+
+void Planner::write_groups(int64_t* group_experts, int64_t* group_sizes, int32_t* group_ends, int64_t* rank_rows,
+                           int64_t* replicas) const {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    group_experts[g] = groups_[g].expert;
+    group_sizes[g] = groups_[g].size;
+    group_ends[g] = static_cast<int32_t>(groups_[g].end);
+  }
+  std::copy(rank_rows_.begin(), rank_rows_.end(), rank_rows);
+  std::copy_n(replica_experts_.begin(), ranks_ * slots_, replicas);
+}
+
+void Planner::write_routes(int64_t* routes_between) const {
+  std::fill_n(routes_between, ranks_ * ranks_, 0);
+  for (int64_t s = 0; s < ranks_; ++s)
+    for (int64_t e = 0; e < experts_; ++e)
+      if (split_of_[e] < 0) routes_between[s * ranks_ + home_[e]] += counts_[s][e];
+  for (const Split& split : splits_)
+    for (const Instance& instance : split.instances)
+      for (int64_t s = 0; s < ranks_; ++s) routes_between[s * ranks_ + instance.rank] += instance.of_source[s];
+}
+
+int64_t Planner::number_outgoing(const int32_t* ids, int64_t tokens, int64_t* dst_rank, int64_t* dst_row,
+                                 const CrossingArrays& out) const {
+  // Where the next route of each expert goes, and how many more may follow it there.
+  std::vector<int32_t> to(home_), next_row(experts_), left(experts_, std::numeric_limits<int32_t>::max());
   for (int64_t e = 0; e < experts_; ++e) next_row[e] = static_cast<int32_t>(starts_[e]);
-  for (int64_t s = 0; s < rank_; ++s)
+  for (int64_t s = 0; s < rank_; ++s)  // rows of lower source ranks come first in every group
     for (int64_t e = 0; e < experts_; ++e) next_row[e] += counts_[s][e];
+  std::vector<int64_t> routes_to(ranks_, 0);
+  for (int64_t e = 0; e < experts_; ++e)
+    if (split_of_[e] < 0) routes_to[home_[e]] += counts_[rank_][e];
+  std::vector<std::vector<Segment>> segments_of(splits_.size());
+  for (size_t i = 0; i < splits_.size(); ++i) {
+    segments_of[i] = segments(splits_[i], rank_);
+    std::reverse(segments_of[i].begin(), segments_of[i].end());  // the next one is the last
+    left[splits_[i].expert] = 0;
+    for (const Segment& segment : segments_of[i]) routes_to[segment.rank] += segment.routes;
+  }
 
   std::vector<int64_t> place(ranks_), next_route(ranks_), crossings(ranks_, 0), last_token(ranks_, -1);
   int64_t routes = 0;
   for (int64_t r = 0; r < ranks_; ++r) {
     place[r] = next_route[r] = routes;
-    for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) routes += counts_[rank_][e];
+    routes += routes_to[r];
   }
 
   for (int64_t t = 0; t < tokens; ++t) {
@@ -168,14 +278,22 @@ int64_t HomePlanner::number_outgoing(const int32_t* ids, int64_t tokens, int64_t
         dst_rank[route] = dst_row[route] = -1;
         continue;
       }
-      const int32_t home = home_[expert];
+      if (left[expert] == 0) {
+        std::vector<Segment>& segments = segments_of[split_of_[expert]];
+        to[expert] = static_cast<int32_t>(segments.back().rank);
+        next_row[expert] = static_cast<int32_t>(segments.back().first_row);
+        left[expert] = static_cast<int32_t>(segments.back().routes);
+        segments.pop_back();
+      }
+      --left[expert];
+      const int32_t rank = to[expert];
       const int32_t row = next_row[expert]++;
-      dst_rank[route] = home;
+      dst_rank[route] = rank;
       dst_row[route] = row;
-      const int64_t at = next_route[home]++;
-      if (last_token[home] != t) {
-        last_token[home] = t;
-        const int64_t c = place[home] + crossings[home]++;
+      const int64_t at = next_route[rank]++;
+      if (last_token[rank] != t) {
+        last_token[rank] = t;
+        const int64_t c = place[rank] + crossings[rank]++;
         out.token[c] = static_cast<int32_t>(t);
         out.start[c] = static_cast<int32_t>(at);
       }
@@ -186,26 +304,53 @@ int64_t HomePlanner::number_outgoing(const int32_t* ids, int64_t tokens, int64_t
   return close_gaps(out, place, crossings, routes);
 }
 
-int64_t HomePlanner::number_incoming(const std::vector<const int32_t*>& ids_of_rank, const int64_t* tokens_of_rank,
-                                     const CrossingArrays& in) const {
-  const int32_t first = static_cast<int32_t>(homes_.first(rank_));
-  const uint32_t count = static_cast<uint32_t>(homes_.count(rank_));
-  std::vector<int32_t> next_row(count + 1);  // the last one takes what goes elsewhere
-  for (uint32_t g = 0; g < count; ++g) next_row[g] = static_cast<int32_t>(starts_[first + g]);
+int64_t Planner::number_incoming(const std::vector<const int32_t*>& ids_of_rank, const int64_t* tokens_of_rank,
+                                 const CrossingArrays& in) const {
+  return splits_.empty() ? number_incoming_impl<false>(ids_of_rank, tokens_of_rank, in)
+                         : number_incoming_impl<true>(ids_of_rank, tokens_of_rank, in);
+}
 
-  // No branches: which ids live here cannot be foreseen. What is not counted is written over, or lies one behind the
-  // end, for which the arrays have room.
+// No branches: which ids live here cannot be foreseen. What is not counted is written over, or lies one behind the end,
+// for which the arrays have room.
+template <bool kSplit>
+int64_t Planner::number_incoming_impl(const std::vector<const int32_t*>& ids_of_rank, const int64_t* tokens_of_rank,
+                                      const CrossingArrays& in) const {
+  const int32_t groups = static_cast<int32_t>(groups_.size());
+  std::vector<int32_t> next_row(groups + 1, 0);  // the last one takes what goes elsewhere
+  for (int32_t g = 0; g < groups; ++g) next_row[g] = static_cast<int32_t>(groups_[g].start);
+  // Of a source's routes to an expert, by their number among them: [skip, skip + take) come here.
+  std::vector<int32_t> number, skip, take;
+
   int32_t c = 0, at = 0;
   for (int64_t s = 0; s < ranks_; ++s) {
     in.first[s] = c;
     const int32_t* ids = ids_of_rank[s];
+    if (kSplit) {
+      number.assign(groups + 1, 0);
+      skip.assign(groups + 1, 0);
+      take.assign(groups + 1, std::numeric_limits<int32_t>::max());
+      take[groups] = 0;
+      for (const Split& split : splits_) {
+        const int32_t g = group_of_[split.expert + 1];
+        if (g == groups) continue;
+        take[g] = 0;
+        for (const Segment& segment : segments(split, s)) {
+          if (segment.rank != rank_) continue;
+          skip[g] = static_cast<int32_t>(segment.first_route);
+          take[g] = static_cast<int32_t>(segment.routes);
+        }
+      }
+    }
     for (int64_t t = 0; t < tokens_of_rank[s]; ++t) {
       const int32_t before = at;
       for (int64_t route = t * top_k_; route < (t + 1) * top_k_; ++route) {
-        const uint32_t group = std::min(static_cast<uint32_t>(ids[route] - first), count);  // -1 becomes large
+        const int32_t g = group_of_[ids[route] + 1];
+        const bool here =
+            kSplit ? static_cast<uint32_t>(number[g]++ - skip[g]) < static_cast<uint32_t>(take[g]) : g < groups;
         in.route[at] = static_cast<int32_t>(route);
-        in.row[at] = next_row[group]++;
-        at += group < count;
+        in.row[at] = next_row[g];
+        next_row[g] += here;
+        at += here;
       }
       in.token[c] = static_cast<int32_t>(t);
       in.start[c] = before;
@@ -217,25 +362,30 @@ int64_t HomePlanner::number_incoming(const std::vector<const int32_t*>& ids_of_r
   return c;
 }
 
-void HomePlanner::pack_words(const int32_t* ids, const CrossingArrays& out, int32_t* words) const {
+void Planner::pack_words(const int32_t* ids, const CrossingArrays& out, int32_t* words) const {
   for (int32_t c = 0; c < out.first[ranks_]; ++c)
     for (int32_t at = out.start[c]; at < out.start[c + 1]; ++at)
       words[at] = ids[out.route[at]] | (at == out.start[c] ? kFirstOfToken : 0);
 }
 
-int64_t HomePlanner::unpack_words(const int32_t* words, const int64_t* words_of_rank, const CrossingArrays& in) const {
-  const int64_t first = homes_.first(rank_), count = homes_.count(rank_);
-  std::vector<int32_t> next_row(count);
-  for (int64_t g = 0; g < count; ++g) next_row[g] = static_cast<int32_t>(starts_[first + g]);
+int64_t Planner::unpack_words(const int32_t* words, const int64_t* words_of_rank, const CrossingArrays& in) const {
+  const int64_t groups = num_groups();
+  std::vector<int32_t> next_row(groups);
+  for (int64_t g = 0; g < groups; ++g) next_row[g] = static_cast<int32_t>(groups_[g].start);
 
   int64_t c = 0, at = 0;
-  std::vector<int64_t> seen(count);
+  std::vector<int64_t> to_come(groups);
   for (int64_t s = 0; s < ranks_; ++s) {
-    std::fill(seen.begin(), seen.end(), 0);
+    for (int64_t g = 0; g < groups; ++g) to_come[g] = groups_[g].expert < 0 ? 0 : counts_[s][groups_[g].expert];
+    for (const Split& split : splits_)
+      for (const Instance& instance : split.instances)
+        if (instance.rank == rank_) to_come[group_of_[split.expert + 1]] = instance.of_source[s];
     in.first[s] = static_cast<int32_t>(c);
     for (int64_t i = 0; i < words_of_rank[s]; ++i, ++at) {
-      const int64_t group = (words[at] & (kFirstOfToken - 1)) - first;
-      if (words[at] < 0 || group < 0 || group >= count) return -1;
+      const int64_t expert = words[at] & (kFirstOfToken - 1);
+      if (words[at] < 0 || expert >= experts_) return -1;
+      const int64_t group = group_of_[expert + 1];
+      if (group == groups) return -1;
       const bool is_first = words[at] & kFirstOfToken;
       if (i == 0 && !is_first) return -1;
       if (is_first) {
@@ -244,10 +394,10 @@ int64_t HomePlanner::unpack_words(const int32_t* words, const int64_t* words_of_
       }
       in.route[at] = static_cast<int32_t>(i);
       in.row[at] = next_row[group]++;
-      ++seen[group];
+      --to_come[group];
     }
-    for (int64_t g = 0; g < count; ++g)
-      if (seen[g] != counts_[s][first + g]) return -1;
+    for (int64_t g = 0; g < groups; ++g)
+      if (to_come[g] != 0) return -1;
   }
   in.first[ranks_] = static_cast<int32_t>(c);
   in.start[c] = static_cast<int32_t>(at);

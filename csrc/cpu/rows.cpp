@@ -190,14 +190,15 @@ void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossin
   });
 }
 
-void zero_padding(char* rows, int64_t row_bytes, const int64_t* group_sizes, const int32_t* group_ends,
-                  int64_t groups) {
+void zero_padding(char* rows, int64_t num_rows, int64_t row_bytes, const int64_t* group_sizes,
+                  const int32_t* group_ends, int64_t groups) {
   int64_t start = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t real_end = start + group_sizes[g];
     std::memset(rows + real_end * row_bytes, 0, (group_ends[g] - real_end) * row_bytes);
     start = group_ends[g];
   }
+  std::memset(rows + start * row_bytes, 0, (num_rows - start) * row_bytes);
 }
 
 void move_floats(float* dst, const int32_t* dst_index, int64_t dst_base, const float* src, const int32_t* src_index,

@@ -54,8 +54,9 @@ struct Sums {
 void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossings& out, const Crossings& in,
             int64_t begin, int64_t end, int64_t threads);
 
-// Zeroes the padding at the end of every group.
-void zero_padding(char* rows, int64_t row_bytes, const int64_t* group_sizes, const int32_t* group_ends, int64_t groups);
+// Zeroes the padding at the end of every group, and the rows behind the last one.
+void zero_padding(char* rows, int64_t num_rows, int64_t row_bytes, const int64_t* group_sizes,
+                  const int32_t* group_ends, int64_t groups);
 
 // dst[dst_index[i] - dst_base] = src[src_index[i] - src_base]; a null index counts up from 0.
 void move_floats(float* dst, const int32_t* dst_index, int64_t dst_base, const float* src, const int32_t* src_index,

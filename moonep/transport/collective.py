@@ -13,7 +13,7 @@ import torch
 from moonep import _C
 from moonep.config import ALIGN_BYTES, BufferConfig, align
 from moonep.errors import TransportError
-from moonep.plan import Crossings, Plan, first_expert
+from moonep.plan import Crossings, Plan
 from moonep.transport.base import HEADER_BYTES, Agreement, Call, Collected, Spread, Transport, agree
 from moonep.transport.group import FIRST_BYTES, VERB, Group
 from moonep.transport.planner import Planner
@@ -63,9 +63,8 @@ class CollectiveTransport(Transport):
         self._config, self._group = config, group
         self._rank, self._ranks = group.rank, range(group.num_ranks)
         self._others = [rank for rank in self._ranks if rank != group.rank]
-        self._planner = Planner(config, group.rank, group.num_ranks)
+        self._planner = Planner(config, group.rank, group.host_of_rank)
         self._rows = Rows(config, group.rank, group.host_of_rank)
-        self._homes = [first_expert(rank, config.num_experts, group.num_ranks) for rank in range(group.num_ranks + 1)]
         self._messages = 0
 
     def agree(self, call: Call) -> Agreement:
@@ -96,11 +95,7 @@ class CollectiveTransport(Transport):
         if kept is not None:
             ids, counts_RE, num_dropped = kept.ids[self._rank], kept.counts_RE, kept.num_dropped
         counts_of_rank = [address(counts_E) for counts_E in counts_RE.unbind()]
-        words, outgoing = self._planner.words_to_send(address(ids), counts_of_rank, num_tokens_of_rank)
-
-        totals_RE = counts_RE.long().cumsum(1)
-        ends_RR = torch.nn.functional.pad(totals_RE, (1, 0))[:, self._homes]
-        routes_RR = ends_RR.diff(dim=1)  # [source, destination]
+        words, outgoing, routes_RR = self._planner.words_to_send(address(ids), counts_of_rank, num_tokens_of_rank)
         sent, received = routes_RR[self._rank].tolist(), routes_RR[:, self._rank].tolist()
         words_in = torch.full((sum(received),), -1, dtype=torch.int32)  # what does not come stays -1
         self._group.all_to_all(words_in, words, received, sent, call.verb)

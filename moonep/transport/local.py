@@ -23,7 +23,7 @@ class LocalTransport(Transport):
     def __init__(self, config: BufferConfig, group: Group):
         self._config, self._names = config, group.names
         self._rows = Rows(config, 0, [0])
-        self._planner = Planner(config, 0, 1)
+        self._planner = Planner(config, 0, [0])
 
     def agree(self, call: Call) -> Agreement:
         return agree([call.pack()], self._names)

@@ -10,19 +10,24 @@ import torch
 from moonep import _C
 from moonep.config import BufferConfig
 from moonep.errors import CapacityExceededError
-from moonep.plan import Crossings, Plan, first_expert
-from moonep.policy import Capacity
+from moonep.plan import Crossings, Plan
+from moonep.policy import Balanced, Capacity
 from moonep.transport.base import Agreed, Call
 
 __all__ = ["Kept", "Outgoing", "Planner"]
+
+_AS_COUNTED = -1
 
 
 class Planner:
     """Makes the Plans of one rank with the native module; what ranks must tell each other goes through a transport."""
 
-    def __init__(self, config: BufferConfig, rank: int, num_ranks: int):
-        self.config, self.rank, self.num_ranks = config, rank, num_ranks
-        self._native = _C.HomePlanner(rank, num_ranks, config.num_experts, config.top_k, config.expert_alignment)
+    def __init__(self, config: BufferConfig, rank: int, host_of_rank: Sequence[int]):
+        self.config, self.rank, self.num_ranks = config, rank, len(host_of_rank)
+        self._native = _C.Planner(rank, host_of_rank, config.num_experts, config.top_k, config.expert_alignment)
+        self._slots = 0
+        if isinstance(config.policy, Balanced):
+            self._slots = config.policy.slots_per_rank(config.num_experts, self.num_ranks)
 
     def load_ids(self, topk_idx: torch.Tensor, ids_address: int, counts_address: int) -> None:
         """Writes `topk_idx` [T, K], of any strides, densely as int32, and how many routes each expert has [E] int32.
@@ -57,12 +62,12 @@ class Planner:
             call.problem = error
 
     def group_rows(self, num_tokens_of_rank: Sequence[int]) -> int:
-        """How many rows the policy gives every expert; -1: as many as are routed to it."""
+        """How many rows the policy gives every expert; _AS_COUNTED: as many as are routed to it."""
         config = self.config
         if isinstance(config.policy, Capacity):
             total = sum(num_tokens_of_rank)
             return config.policy.rows_per_expert(total, config.top_k, config.num_experts, config.expert_alignment)
-        return -1
+        return _AS_COUNTED
 
     def kept(
         self,
@@ -109,7 +114,7 @@ class Planner:
         num_dropped: int = 0,
     ) -> Plan:
         """The Plan where all ranks' ids and counts (addresses, as `load_ids` wrote them) can be read here."""
-        self._native.set_counts(counts_of_rank, self.group_rows(num_tokens_of_rank))
+        self._lay_out(counts_of_rank, num_tokens_of_rank)
         outgoing = self._outgoing(ids_of_rank[self.rank], num_tokens_of_rank[self.rank])
         inbox, addresses = self._empty_box(self._native.routes_in)
         crossings = self._native.number_incoming(ids_of_rank, num_tokens_of_rank, addresses)
@@ -117,13 +122,18 @@ class Planner:
 
     def words_to_send(
         self, ids_address: int, counts_of_rank: Sequence[int], num_tokens_of_rank: Sequence[int]
-    ) -> tuple[torch.Tensor, Outgoing]:
-        """Where ids stay with their rank: what the others must know of this rank's routes, int32 in outbox order."""
-        self._native.set_counts(counts_of_rank, self.group_rows(num_tokens_of_rank))
+    ) -> tuple[torch.Tensor, Outgoing, torch.Tensor]:
+        """Where ids stay with their rank: what the others must know of this rank's routes, int32 in outbox order.
+
+        And how many such words go from every rank to every other [R, R].
+        """
+        self._lay_out(counts_of_rank, num_tokens_of_rank)
         outgoing = self._outgoing(ids_address, num_tokens_of_rank[self.rank])
         words = torch.empty(self._native.routes_out, dtype=torch.int32)
         self._native.pack_words(ids_address, outgoing.outbox.addresses, words.data_ptr())
-        return words, outgoing
+        routes_RR = torch.empty(self.num_ranks, self.num_ranks, dtype=torch.int64)
+        self._native.write_routes(routes_RR.data_ptr())
+        return words, outgoing, routes_RR
 
     def plan_from_words(
         self,
@@ -146,6 +156,20 @@ class Planner:
         inbox.route[into : into + end - out_of] = outbox.route[out_of:end]
         return self._plan(num_tokens_of_rank, outgoing, inbox, num_dropped)
 
+    def _lay_out(self, counts_of_rank: Sequence[int], num_tokens_of_rank: Sequence[int]) -> None:
+        """Decides where every expert's rows go, and where each group begins."""
+        config, policy = self.config, self.config.policy
+        self._native.set_counts(counts_of_rank)
+        num_rows = _AS_COUNTED
+        if isinstance(policy, Balanced):
+            limit = policy.row_limit(self._native.total_rows, self.num_ranks)
+            self._native.balance(limit, self._slots, policy.slack == 0)
+            if policy.max_replicas is None:
+                num_rows = policy.rows_per_rank(
+                    sum(num_tokens_of_rank), config.top_k, config.num_experts, self.num_ranks, config.expert_alignment
+                )
+        self._native.lay_out(self.group_rows(num_tokens_of_rank), num_rows)
+
     def _empty_box(self, routes: int) -> tuple[Crossings, tuple[int, int, int, int, int]]:
         """Arrays for at most one crossing per route, and one entry more, in one piece of memory."""
         sizes = [self.num_ranks + 1, *[routes + 1] * 4]
@@ -164,14 +188,17 @@ class Planner:
     def _plan(
         self, num_tokens_of_rank: tuple[int, ...], outgoing: Outgoing, inbox: Crossings, num_dropped: int
     ) -> Plan:
-        groups = first_expert(self.rank + 1, self.config.num_experts, self.num_ranks) - first_expert(
-            self.rank, self.config.num_experts, self.num_ranks
-        )
+        groups = self._native.num_groups
         sizes = [groups, groups, self.num_ranks]
         group_experts, group_sizes, rank_rows = torch.split(torch.empty(sum(sizes), dtype=torch.int64), sizes)
         group_ends = torch.empty(groups, dtype=torch.int32)
+        replicas = torch.empty(self.num_ranks, self._slots, dtype=torch.int64)
         self._native.write_groups(
-            group_experts.data_ptr(), group_sizes.data_ptr(), group_ends.data_ptr(), rank_rows.data_ptr()
+            group_experts.data_ptr(),
+            group_sizes.data_ptr(),
+            group_ends.data_ptr(),
+            rank_rows.data_ptr(),
+            replicas.data_ptr(),
         )
         return Plan(
             num_tokens=num_tokens_of_rank[self.rank],
@@ -180,7 +207,7 @@ class Planner:
             group_experts=group_experts,
             group_sizes=group_sizes,
             group_ends=group_ends,
-            replicas=torch.empty(self.num_ranks, 0, dtype=torch.int64),
+            replicas=replicas,
             rank_rows=rank_rows,
             dst_rank=outgoing.dst_rank,
             dst_row=outgoing.dst_row,

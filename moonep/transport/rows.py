@@ -51,6 +51,7 @@ class Rows:
         group_sizes, group_ends = plan.layout
         _C.zero_padding(
             address(rows),
+            plan.num_rows,
             self.config.row_bytes,
             address(group_sizes),
             address(group_ends),

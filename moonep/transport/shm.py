@@ -70,7 +70,7 @@ class ShmTransport(Transport):
         self._config, self._group, self._shared = config, group, shared
         self._rank, self._ranks = group.rank, range(group.num_ranks)
         self._others = [rank for rank in self._ranks if rank != group.rank]
-        self._planner = Planner(config, group.rank, group.num_ranks)
+        self._planner = Planner(config, group.rank, group.host_of_rank)
         self._rows = Rows(config, group.rank, group.host_of_rank)
         # Staging on the way out: rows of a chunk of tokens, then their weights.
         self._spread_tokens = (staging_bytes - ALIGN_BYTES) // (config.row_bytes + config.token_scalars_bytes)
