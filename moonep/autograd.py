@@ -1,4 +1,5 @@
-"""The one file that knows gradients: dispatch's backward is combine, and combine's is dispatch, on the saved plan.
+"""The one file that knows gradients: dispatch's backward is combine, combine's is dispatch, on the saved plan; that of
+replicate sums what all instances of an expert found.
 
 A verb first runs without autograd. If any rank needs a gradient, every rank's output is then hung on the graph, by an
 edge where no input of this rank needs one, so that all ranks take part in the backward; if none does, nothing is.
@@ -10,8 +11,9 @@ them, combine hangs on an edge that the plan's last dispatch left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +22,30 @@ from torch.autograd.function import once_differentiable
 from moonep.plan import Plan
 from moonep.transport.base import Collected, Spread
 
-__all__ = ["Verbs", "combine", "dispatch"]
+__all__ = ["Verbs", "combine", "dispatch", "replicate"]
+
+
+@dataclass(eq=False)
+class Edge:
+    """What the last dispatch or replicate of a plan left, for later verbs to hang on."""
+
+    of_replicate: bool
+    edge: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    is_open: bool = True  # no combine has come yet
+    is_spent: bool = False  # its backward has run
 
 
 class Verbs(Protocol):
     """What a Buffer does for the functions here; each call is collective."""
 
-    def keep_edge(self, plan: Plan, edge: torch.Tensor | None) -> None:
-        """Keeps the edge of the plan's last dispatch, as long as the plan lives; None: it has none."""
+    def edge_of(self, plan: Plan, *, of_replicate: bool = False, is_open: bool = False) -> torch.Tensor:
+        """The edge that the plan's last dispatch or replicate left, if it is as asked for; else a new one."""
 
-    def edge_of(self, plan: Plan) -> torch.Tensor:
-        """An empty tensor that requires a gradient, hung on that dispatch."""
+    def keep_edge(self, plan: Plan, edge: Edge | None) -> None:
+        """Keeps an edge as long as the plan lives; None: there is none."""
+
+    def close_edge(self, plan: Plan) -> None:
+        """A combine has come: the next dispatch or replicate of the plan begins a step of its own."""
 
     def start_dispatch(
         self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool, *, async_op: bool
@@ -50,6 +65,14 @@ class Verbs(Protocol):
     ) -> Spread:
         """combine's backward: gradients go out, and meet the rows (None: they are not asked for)."""
 
+    def run_replicate(
+        self, plan: Plan, tensors: Sequence[torch.Tensor], differentiable: Sequence[bool], needs_grad: bool
+    ) -> tuple[tuple[torch.Tensor, ...], bool]:
+        """replicate: [G, ...] of [L, ...], and whether any rank needs gradients, of those that are differentiable."""
+
+    def run_replicate_backward(self, plan: Plan, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """replicate's backward: gradients [L, ...] of [G, ...]."""
+
 
 def dispatch(
     verbs: Verbs, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, async_op: bool = False
@@ -65,12 +88,12 @@ def dispatch(
             verbs.keep_edge(plan, None)
             return rows, weights
         inputs = (x, topk_weights) if needs_grad else (x.detach(), topk_weights.detach())
+        before, left = verbs.edge_of(plan, of_replicate=True, is_open=True), Edge(of_replicate=False)
         with torch.enable_grad():
-            edge = torch.empty(0, requires_grad=True)
-            rows, weights, edge = _Dispatch.apply(  # type: ignore[no-untyped-call]
-                edge, *inputs, verbs, replace(plan), (rows, weights)
+            rows, weights, left.edge = _Dispatch.apply(  # type: ignore[no-untyped-call]
+                before, *inputs, verbs, replace(plan), weakref.ref(left), (rows, weights)
             )
-        verbs.keep_edge(plan, edge)  # whose graph holds a copy of the plan: the edge must not keep the plan alive
+        verbs.keep_edge(plan, left)  # whose graph holds a copy of the plan: it must not keep the plan itself alive
         return rows, weights
 
     return finish
@@ -95,7 +118,7 @@ def combine(
             raise RuntimeError("expert_out: expected to stay as it was until wait(), got one changed in place")
         linked = row_weights is not None and row_weights.requires_grad
         with torch.enable_grad():
-            edge = torch.empty(0, requires_grad=True) if linked else verbs.edge_of(plan)
+            edge = verbs.edge_of(plan, of_replicate=linked)
             y: torch.Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
                 # The weights keep their link where the rows have none.
                 edge,
@@ -105,9 +128,27 @@ def combine(
                 replace(plan),
                 (sums,),
             )
+        verbs.close_edge(plan)
         return y
 
     return finish
+
+
+def replicate(verbs: Verbs, plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """[G, ...] of [L, ...]."""
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    differentiable, detached = [tensor.requires_grad for tensor in tensors], [tensor.detach() for tensor in tensors]
+    results, any_needs_grad = verbs.run_replicate(plan, detached, differentiable, needs_grad)
+    if not any_needs_grad:
+        return results
+    inputs = tensors if needs_grad else detached
+    before, left = verbs.edge_of(plan, is_open=True), Edge(of_replicate=True)
+    with torch.enable_grad():
+        *outputs, left.edge = _Replicate.apply(  # type: ignore[no-untyped-call]
+            before, verbs, replace(plan), weakref.ref(left), differentiable, results, *inputs
+        )
+    verbs.keep_edge(plan, left)
+    return tuple(outputs)
 
 
 # The results of a verb come to `forward` in a tuple, which autograd does not look into: a tensor that goes in and
@@ -115,6 +156,13 @@ def combine(
 #
 # The edges are saved for torch.utils.checkpoint, which ends a recomputation at the last saved tensor: so that this is
 # behind the same verb on every rank.
+
+
+def _spend(left: weakref.ref[Edge]) -> None:
+    """A later verb that hung on a graph that has run, and is freed, could not go backward."""
+    edge = left()
+    if edge is not None:
+        edge.is_spent = True
 
 
 class _Dispatch(torch.autograd.Function):
@@ -126,17 +174,19 @@ class _Dispatch(torch.autograd.Function):
         topk_weights: torch.Tensor,
         verbs: Verbs,
         plan: Plan,
+        left: weakref.ref[Edge],
         results: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.verbs, ctx.plan = verbs, plan
+        ctx.verbs, ctx.plan, ctx.left = verbs, plan, left
         ctx.save_for_backward(edge)
         return *results, torch.empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+        _spend(ctx.left)
         sums, scalars, _agreement = ctx.verbs.run_dispatch_backward(ctx.plan, grad_rows, grad_weights)
-        return None, sums, scalars, None, None, None
+        return torch.zeros(0), sums, scalars, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -161,3 +211,31 @@ class _Combine(torch.autograd.Function):
         _, rows, row_weights = ctx.saved_tensors
         grad_rows, dots, _ = ctx.verbs.run_combine_backward(ctx.plan, grad_y, row_weights, rows)
         return torch.zeros(0), grad_rows, dots, None, None, None
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        edge: torch.Tensor,
+        verbs: Verbs,
+        plan: Plan,
+        left: weakref.ref[Edge],
+        differentiable: Sequence[bool],
+        results: tuple[torch.Tensor, ...],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.verbs, ctx.plan, ctx.left, ctx.differentiable = verbs, plan, left, differentiable
+        ctx.save_for_backward(edge)
+        ctx.mark_non_differentiable(*(out for out, needed in zip(results, differentiable, strict=True) if not needed))
+        return *results, torch.empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # raises when this graph was freed
+        _spend(ctx.left)
+        needed = [grad for grad, needed in zip(grads[:-1], ctx.differentiable, strict=True) if needed]
+        home = iter(ctx.verbs.run_replicate_backward(ctx.plan, needed))
+        grads_home = (next(home) if needed else None for needed in ctx.differentiable)
+        return torch.zeros(0), None, None, None, None, None, *grads_home

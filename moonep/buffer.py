@@ -40,7 +40,7 @@ class Buffer:
         hidden: H, the width of a row.
         max_tokens: S, the most tokens that a rank may pass in one call.
         dtype: of the rows: bfloat16, float16 or float32.
-        policy: where rows may go: `Home()` or `Capacity(factor)`.
+        policy: where rows may go: `Home()`, `Capacity(factor)` or `Balanced(slack)`.
         transport: "auto", "local" (one rank), "shm" (ranks of one machine) or "collective" (any group).
         expert_alignment: every expert's rows are padded to a multiple of this many.
         combine_wire: how a rank's sum for a token crosses to its home: "float32", or "payload": rounded to `dtype`
@@ -241,14 +241,29 @@ class Buffer:
         return Handle(finish) if async_op else finish()
 
     def replicate(self, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The weights of the plan's groups: [G, ...] for every [L, ...]. Under `Home` groups are the home experts.
+        """The weights of the plan's groups: [G, ...] for every [L, ...]. Collective and differentiable.
 
-        Local, because `Home` has no replicas: gives the tensors it was given.
+        Home experts first, then what this step's replicas need; idle slots hold anything. Gradients of all instances
+        of an expert are added at its home in float32 (the home's, then those of its replicas by rank), rounded once.
+
+        Under `Home` and `Capacity` there are no slots, G is L, and this gives the tensors that it was given. Under
+        `Balanced` it gives copies; in a step without any replica, nothing crosses.
+
+        Args:
+            plan: of this Buffer.
+            tensors: [L, ...], of any dtype, the experts at home here; the same number, dtypes, shapes beyond L and
+                `requires_grad` on all ranks.
         """
-        self._calls.check_open("replicate")
-        self._check_plan(plan)
-        checks.check_tensors(tensors, self.num_local_experts)
-        return tensors
+
+        def check() -> None:
+            self._check_plan(plan)
+            checks.check_tensors(tensors, self.num_local_experts)
+
+        if torch.compiler.is_compiling():
+            replicated: tuple[torch.Tensor, ...] = _uncompiled("replicate")(self, plan, *tensors)
+            return replicated
+        self._calls.checked("replicate", check)
+        return autograd.replicate(self._calls, plan, tensors) if plan.replicas.shape[1] else tensors
 
     # ---- lifetime ----
 

@@ -6,17 +6,19 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import torch
 
 from moonep import ops
+from moonep.autograd import Edge
 from moonep.config import BufferConfig
-from moonep.errors import BufferClosedError
+from moonep.errors import BufferClosedError, VerbMismatchError
 from moonep.plan import Plan
-from moonep.transport.base import Agreed, Call, Collected, Spread, Transport
+from moonep.replicas import Replicas, digest
+from moonep.transport.base import Agreed, Agreement, Call, Collected, Parcel, Spread, Transport
 from moonep.transport.group import Group
 
 __all__ = ["Calls", "Handle"]
@@ -51,9 +53,9 @@ class Calls:
         self.config, self.transport = config, transport
         self.closed = ""  # why
         self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
-        self._edges: weakref.WeakKeyDictionary[Plan, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._edges: weakref.WeakKeyDictionary[Plan, Edge] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # re-entered by a signal handler that closes
-        self._inside = 0  # verbs at work
+        self._inside = False  # a verb is at work
         self._group = group
         self._pid = os.getpid()
         self._sequence = 0
@@ -131,15 +133,59 @@ class Calls:
         spread = self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, weights, other))
         return _spread_to(spread, grad_y.device)
 
-    def keep_edge(self, plan: Plan, edge: torch.Tensor | None) -> None:
+    def run_replicate(
+        self, plan: Plan, tensors: Sequence[torch.Tensor], differentiable: Sequence[bool], needs_grad: bool
+    ) -> tuple[tuple[torch.Tensor, ...], bool]:
+        replicas = self._replicas(plan)
+        whole = replicas.with_slots(tensors, plan.replicas.shape[1])
+        parcels = replicas.to_slots(whole)
+        if not parcels:  # as all ranks see: nobody waits for anything
+            return tuple(whole), needs_grad
+        call = self._call("replicate", plan, needs_grad)
+        call.digest = digest(tensors, differentiable)
+        agreement = self._exchange(call, parcels)
+        return tuple(whole), agreement.needs_grad
+
+    def run_replicate_backward(self, plan: Plan, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        replicas = self._replicas(plan)
+        grads = [grad.contiguous() for grad in grads]
+        parcels = replicas.gradients_home(grads)
+        if parcels:
+            self._exchange(self._call("replicate's backward", plan), parcels)
+        return replicas.sum_gradients(grads, parcels)
+
+    def _replicas(self, plan: Plan) -> Replicas:
+        return Replicas(plan, self._group.rank, self.config.num_experts)
+
+    def _exchange(self, call: Call, parcels: Sequence[Parcel]) -> Agreement:
+        """Carries parcels; pieces of a GPU's memory by way of the host's."""
+        through = [parcel._replace(pieces=[piece.cpu() for piece in parcel.pieces]) for parcel in parcels]
+        agreement = self._run(call, lambda call: self.transport.exchange(call, through))
+        for parcel, arrived in zip(parcels, through, strict=True):
+            if self._group.rank in parcel.destinations:
+                for piece, there in zip(parcel.pieces, arrived.pieces, strict=True):
+                    if piece is not there:
+                        piece.copy_(there)
+        return agreement
+
+    # ---- edges: what a plan's later verbs hang on; see autograd.py ----
+
+    def edge_of(self, plan: Plan, *, of_replicate: bool = False, is_open: bool = False) -> torch.Tensor:
+        left = self._edges.get(plan)
+        if left is None or left.is_spent or (of_replicate and not left.of_replicate) or (is_open and not left.is_open):
+            return torch.empty(0, requires_grad=True)
+        return left.edge
+
+    def keep_edge(self, plan: Plan, edge: Edge | None) -> None:
         if edge is None:
             self._edges.pop(plan, None)
         else:
             self._edges[plan] = edge
 
-    def edge_of(self, plan: Plan) -> torch.Tensor:
-        edge = self._edges.get(plan)
-        return torch.empty(0, requires_grad=True) if edge is None else edge
+    def close_edge(self, plan: Plan) -> None:
+        left = self._edges.get(plan)
+        if left is not None:
+            left.is_open = False
 
     def _call(self, verb: str, plan: Plan, needs_grad: bool = False) -> Call:
         return Call(
@@ -182,23 +228,31 @@ class Calls:
             outstanding.exception()
 
     def _perform(self, call: Call, move: Callable[[Call], _Result]) -> _Result:
-        with self._lock:
-            self.check_open(call.verb)
-            self._inside += 1
-        call.sequence, call.buffer_number = self._sequence, self._group.number
+        entered = False
         try:
+            with self._lock:
+                self.check_open(call.verb)
+                if self._inside:
+                    raise VerbMismatchError(
+                        f"{call.verb}: {self._group.names[self._group.rank]}: another thread is in a verb of this "
+                        "Buffer; ranks could not tell whose turn it is"
+                    )
+                self._inside = entered = True
+            call.sequence, call.buffer_number = self._sequence, self._group.number
             result = move(call)
             self._sequence += 1  # only what every rank went through counts
             return result
         except Agreed as agreed:  # every rank raises it, and nothing has moved: the Buffer stays usable
             raise agreed.error from None
         except BaseException as error:
-            self.close(f"{type(error).__name__}: {error}")
+            if entered:
+                self.close(f"{type(error).__name__}: {error}")
             raise
         finally:
-            with self._lock:
-                self._inside -= 1
-                self._give_back_if_done()
+            if entered:
+                with self._lock:
+                    self._inside = False
+                    self._give_back_if_done()
 
     def check_open(self, verb: str) -> None:
         """Raises BufferClosedError: this Buffer is closed, or belongs to the process that this one was forked from."""

@@ -209,6 +209,7 @@ def check_tensors(tensors: tuple[object, ...], num_local_experts: int) -> None:
     for place, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors[{place}]: expected a tensor, got {type(tensor).__name__}")
+        _check_memory(f"tensors[{place}]", tensor)
         if tensor.dim() < 1 or tensor.shape[0] != num_local_experts:
             raise ValueError(
                 f"tensors[{place}]: expected shape [{num_local_experts}, ...] (the experts at home here), "

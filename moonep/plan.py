@@ -18,7 +18,17 @@ import torch
 from moonep.balance import balance_plain
 from moonep.policy import Balanced, Capacity, Home, Policy
 
-__all__ = ["Crossings", "Plan", "Received", "first_expert", "home_rank", "plan_plain"]
+__all__ = [
+    "Crossings",
+    "Group",
+    "Plan",
+    "Received",
+    "first_expert",
+    "home_rank",
+    "lay_out",
+    "plan_plain",
+    "share_out",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,28 +139,7 @@ def plan_plain(
                     counts[source][expert] += 1
     sizes = [sum(of_source[expert] for of_source in counts) for expert in range(num_experts)]
 
-    # The groups of every rank, one behind the other: experts at home, then replicas.
-    kept = list(sizes)
-    slots: list[list[tuple[int, int]]] = [[] for _ in ids]
-    num_rows = None
-    if isinstance(policy, Balanced):
-        replicas = balance_plain(sizes, num_ranks, policy)
-        slots = [list(zip(*each, strict=True)) for each in zip(replicas.experts, replicas.rows, strict=True)]
-        if policy.max_replicas is None:
-            num_rows = policy.rows_per_rank(sum(map(len, ids)), top_k, num_experts, num_ranks, expert_alignment)
-    for expert, rows in itertools.chain.from_iterable(slots):
-        if expert >= 0:
-            kept[expert] -= rows
-    groups: list[list[tuple[int, int, int]]] = [[] for _ in ids]  # expert, rows, end
-    places: list[list[_Place]] = [[] for _ in range(num_experts)]
-    for r, rank_slots in enumerate(slots):
-        home = range(first_expert(r, num_experts, num_ranks), first_expert(r + 1, num_experts, num_ranks))
-        end = 0
-        for expert, rows in [(expert, kept[expert]) for expert in home] + rank_slots:
-            if expert >= 0:
-                places[expert].append(_Place(r, end, rows))
-            end += _align_up(rows, expert_alignment) if room is None else room
-            groups[r].append((expert, rows, end))
+    groups, places = lay_out(sizes, num_ranks, policy, room, expert_alignment)
 
     # Number the rows in their order: source rank, token, k.
     hosts = [0] * num_ranks if host_of_rank is None else host_of_rank
@@ -174,19 +163,24 @@ def plan_plain(
                 if to == rank:
                     inbox[source].setdefault(t, []).append((t * top_k + k, row))
 
-    group_sizes = torch.tensor([rows for _, rows, _ in groups[rank]], dtype=torch.int64)
-    group_ends = torch.tensor([end for _, _, end in groups[rank]], dtype=torch.int32)
-    if num_rows is None:
-        num_rows = groups[rank][-1][2] if groups[rank] else 0
+    group_sizes = torch.tensor([group.rows for group in groups[rank]], dtype=torch.int64)
+    group_ends = torch.tensor([group.end for group in groups[rank]], dtype=torch.int32)
+    num_rows = groups[rank][-1].end if groups[rank] else 0
+    if isinstance(policy, Balanced) and policy.max_replicas is None:
+        num_rows = policy.rows_per_rank(sum(map(len, ids)), top_k, num_experts, num_ranks, expert_alignment)
+    first = [first_expert(r, num_experts, num_ranks) for r in range(num_ranks + 1)]
     return Plan(
         num_tokens=len(ids[rank]),
         num_rows=num_rows,
         num_groups=len(groups[rank]),
-        group_experts=torch.tensor([expert for expert, _, _ in groups[rank]], dtype=torch.int64),
+        group_experts=torch.tensor([group.expert for group in groups[rank]], dtype=torch.int64),
         group_sizes=group_sizes,
         group_ends=group_ends,
-        replicas=torch.tensor([[expert for expert, _ in each] for each in slots], dtype=torch.int64),
-        rank_rows=torch.tensor([sum(rows for _, rows, _ in each) for each in groups], dtype=torch.int64),
+        replicas=torch.tensor(
+            [[group.expert for group in each[first[r + 1] - first[r] :]] for r, each in enumerate(groups)],
+            dtype=torch.int64,
+        ),
+        rank_rows=torch.tensor([sum(group.rows for group in each) for each in groups], dtype=torch.int64),
         dst_rank=torch.tensor(dst_rank, dtype=torch.int64).reshape(len(ids[rank]), top_k),
         dst_row=torch.tensor(dst_row, dtype=torch.int64).reshape(len(ids[rank]), top_k),
         num_dropped=routed - kept_routes,
@@ -197,30 +191,64 @@ def plan_plain(
     )
 
 
-class _Place(NamedTuple):
-    """Rows of an expert on one rank: at home, or at a replica."""
+class Group(NamedTuple):
+    """Rows of an expert on one rank, at home or at a replica. An idle slot has expert -1 and no rows."""
 
     rank: int
-    start: int
+    number: int  # among the groups of its rank
+    expert: int
     rows: int
+    start: int
+    end: int  # padded
 
 
-def _destinations(
-    routes_of_source: Sequence[int], places: Sequence[_Place], hosts: Sequence[int]
-) -> list[Iterator[tuple[int, int]]]:
-    """For every source, where its routes to one expert go, in their order: (rank, row).
+def lay_out(
+    sizes: Sequence[int], num_ranks: int, policy: Policy, room: int | None, expert_alignment: int
+) -> tuple[list[list[Group]], list[list[Group]]]:
+    """The groups of every rank, one behind the other, experts at home first, then replicas; and those of every expert.
 
-    Each source fills the place on its own rank, then those on its host; what is left goes, sources in rank order, to
-    the places in rank order until they are full. Rows of a place are numbered by source.
+    `sizes` [E] are the rows of every expert in all ranks together; `room`: rows of every group, None: as it has.
     """
-    left, room = list(routes_of_source), [place.rows for place in places]
-    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # by source: place, rows
+    num_experts = len(sizes)
+    kept = list(sizes)
+    slots: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    if isinstance(policy, Balanced):
+        replicas = balance_plain(sizes, num_ranks, policy)
+        slots = [list(zip(*each, strict=True)) for each in zip(replicas.experts, replicas.rows, strict=True)]
+    for expert, rows in itertools.chain.from_iterable(slots):
+        if expert >= 0:
+            kept[expert] -= rows
+    of_rank: list[list[Group]] = [[] for _ in range(num_ranks)]
+    of_expert: list[list[Group]] = [[] for _ in range(num_experts)]
+    for rank in range(num_ranks):
+        home = range(first_expert(rank, num_experts, num_ranks), first_expert(rank + 1, num_experts, num_ranks))
+        start = 0
+        for number, (expert, rows) in enumerate([*((expert, kept[expert]) for expert in home), *slots[rank]]):
+            end = start + (_align_up(rows, expert_alignment) if room is None else room)
+            group = Group(rank, number, expert, rows, start, end)
+            of_rank[rank].append(group)
+            if expert >= 0:
+                of_expert[expert].append(group)
+            start = end
+    return of_rank, of_expert
+
+
+def share_out(
+    routes_of_source: Sequence[int], groups: Sequence[Group], hosts: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """For every source, how many of its routes to one expert go to which of its groups, in their order: (place, rows).
+
+    Each source fills the group on its own rank, then those on its host; what is left goes, sources in rank order, to
+    the groups in rank order until they are full.
+    """
+    left, room = list(routes_of_source), [group.rows for group in groups]
+    taken: list[list[tuple[int, int]]] = [[] for _ in left]
 
     def fill(may_take: Callable[[int, int], bool]) -> None:
         for source in range(len(left)):
-            for i, place in enumerate(places):
+            for i, group in enumerate(groups):
                 rows = min(left[source], room[i])
-                if rows and may_take(source, place.rank):
+                if rows and may_take(source, group.rank):
                     taken[source].append((i, rows))
                     left[source] -= rows
                     room[i] -= rows
@@ -228,12 +256,19 @@ def _destinations(
     fill(lambda source, rank: source == rank)
     fill(lambda source, rank: hosts[source] == hosts[rank])
     fill(lambda source, rank: True)
-    next_row = [place.start for place in places]
+    return taken
+
+
+def _destinations(
+    routes_of_source: Sequence[int], groups: Sequence[Group], hosts: Sequence[int]
+) -> list[Iterator[tuple[int, int]]]:
+    """For every source, where its routes to one expert go, in their order: (rank, row)."""
+    next_row = [group.start for group in groups]
     found = []
-    for pieces in taken:
+    for pieces in share_out(routes_of_source, groups, hosts):
         rows_of_source: list[tuple[int, int]] = []
         for i, rows in pieces:
-            rows_of_source += [(places[i].rank, row) for row in range(next_row[i], next_row[i] + rows)]
+            rows_of_source += [(groups[i].rank, row) for row in range(next_row[i], next_row[i] + rows)]
             next_row[i] += rows
         found.append(iter(rows_of_source))
     return found

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from moonep.plan import Received, first_expert
-from moonep.policy import Capacity, Home, Policy
+from moonep.plan import Received, first_expert, home_rank, lay_out, share_out
+from moonep.policy import Balanced, Capacity, Home, Policy
 
-__all__ = ["ReferencePlan", "combine", "dispatch", "plan"]
+__all__ = ["ReferencePlan", "combine", "dispatch", "plan", "replicate"]
 
 # Sums go block by block, so that what is added to stays in the cache.
 _BLOCK_ELEMENTS = 2**16
@@ -33,10 +33,10 @@ class ReferencePlan:
     num_tokens: int  # T, on this rank
     num_rows: int  # N, rows received here, padding included
     num_groups: int  # G
-    group_experts: torch.Tensor  # [G]     the expert of each group
+    group_experts: torch.Tensor  # [G]     the expert of each group, -1: idle
     group_sizes: torch.Tensor  # [G]       real rows of each group
     group_ends: torch.Tensor  # [G] int32  where each padded group ends: torch._grouped_mm's offs
-    replicas: torch.Tensor  # [R, 0]       none
+    replicas: torch.Tensor  # [R, slots]   experts copied to each rank for this step, -1: idle slot
     rank_rows: torch.Tensor  # [R]         real rows received by every rank
     dst_rank: torch.Tensor  # [T, K]       the rank that each route goes to, -1: none
     dst_row: torch.Tensor  # [T, K]        its row there, -1: none
@@ -49,6 +49,7 @@ class ReferencePlan:
     receive_sizes: list[int] = field(repr=False)  # [R]
     row_of_received: torch.Tensor = field(repr=False)  # [M']
     received_of_row: torch.Tensor = field(repr=False)  # [N], M' for padding
+    num_experts: int = field(repr=False)
     group: dist.ProcessGroup | None = field(repr=False)  # None: one process alone
     combine_wire: str = field(repr=False)
     ranks_of_host: list[list[int]] = field(repr=False)  # hosts by their lowest rank
@@ -72,7 +73,7 @@ def plan(
         num_experts: E, in all ranks together.
         group: None: the default group, or one process alone when torch.distributed is not initialised.
         expert_alignment: every expert's rows are padded to a multiple of this many.
-        hosts: [R] the host of every rank, for the order of sums; None: one host.
+        hosts: [R] the host of every rank, for the order of sums and which replica is near; None: one host.
         policy: where rows may go.
         topk_weights: [T, K], by which `Capacity` drops; None on all ranks: the latest go first.
         combine_wire: "float32", or "payload": each rank's sum is rounded to the rows' dtype before it is added.
@@ -100,46 +101,57 @@ def plan(
         ids = _within_room(all_ids, all_weights, room)[rank]
         counts_RE = _gather_counts(ids, top_k, num_experts, group, num_ranks)
 
-    # Groups: every expert's rows at its home, padded.
+    # Groups, in all ranks one after the other: every expert at its home, padded, and behind them replicas.
+    hosts = [0] * num_ranks if hosts is None else hosts
     first = [first_expert(r, num_experts, num_ranks) for r in range(num_ranks + 1)]
+    group_experts = torch.arange(num_experts, device=device)
+    group_of_route, counts_RG = ids, counts_RE
+    num_slots = 0
+    if isinstance(policy, Balanced):
+        num_slots = policy.slots_per_rank(num_experts, num_ranks)
+        first = [begin + r * num_slots for r, begin in enumerate(first)]
+        group_experts, group_of_route, counts_RG = _with_replicas(ids, counts_RE, rank, policy, hosts, first)
     mine = slice(first[rank], first[rank + 1])
-    home_E = torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(first).diff()).to(device)
-    sizes_E = counts_RE.sum(0)
-    padded_E = (sizes_E + expert_alignment - 1) // expert_alignment * expert_alignment
+    rank_G = torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(first).diff()).to(device)
+    sizes_G = counts_RG.sum(0)
+    padded_G = (sizes_G + expert_alignment - 1) // expert_alignment * expert_alignment
     if room is not None:
-        padded_E = torch.full_like(sizes_E, room)
-    ends_E = padded_E.cumsum(0)
-    rows_before_R = torch.nn.functional.pad(ends_E, (1, 0))[first[:-1]]  # of the ranks before
-    ends_E = ends_E - rows_before_R[home_E]
-    num_rows = int(ends_E[first[rank + 1] - 1]) if mine.stop > mine.start else 0
+        padded_G = torch.full_like(sizes_G, room)
+    ends_G = padded_G.cumsum(0)
+    rows_before_R = torch.nn.functional.pad(ends_G, (1, 0))[first[:-1]]  # of the ranks before
+    ends_G = ends_G - rows_before_R[rank_G]
+    num_rows = int(ends_G[first[rank + 1] - 1]) if mine.stop > mine.start else 0
+    if isinstance(policy, Balanced) and policy.max_replicas is None:
+        tokens = _sum_over_ranks(num_tokens, device, group)
+        num_rows = policy.rows_per_rank(tokens, top_k, num_experts, num_ranks, expert_alignment)
 
-    # Routes by destination rank. Within an expert, rows go by (source rank, t, k).
-    routes = (ids >= 0).nonzero().squeeze(1)
-    experts = ids[routes]
-    dst_rank = torch.full_like(ids, -1).index_copy_(0, routes, home_E[experts])
-    sent_route = routes[home_E[experts].argsort(stable=True)]
-    by_expert = experts.argsort(stable=True)
-    before_E = counts_RE[rank].cumsum(0) - counts_RE[rank]
-    starts_E = ends_E - padded_E + counts_RE[:rank].sum(0)
-    place = torch.arange(len(routes), device=device) + (starts_E - before_E)[experts[by_expert]]
-    dst_row = torch.full_like(ids, -1).index_copy_(0, routes[by_expert], place)
+    # Routes by destination rank. Within a group, rows go by (source rank, t, k).
+    routes = (group_of_route >= 0).nonzero().squeeze(1)
+    groups = group_of_route[routes]
+    dst_rank = torch.full_like(ids, -1).index_copy_(0, routes, rank_G[groups])
+    sent_route = routes[rank_G[groups].argsort(stable=True)]
+    by_group = groups.argsort(stable=True)
+    before_G = counts_RG[rank].cumsum(0) - counts_RG[rank]
+    starts_G = ends_G - padded_G + counts_RG[:rank].sum(0)
+    place = torch.arange(len(routes), device=device) + (starts_G - before_G)[groups[by_group]]
+    dst_row = torch.full_like(ids, -1).index_copy_(0, routes[by_group], place)
 
-    per_rank_RR = torch.stack([counts_RE[:, first[r] : first[r + 1]].sum(1) for r in range(num_ranks)], dim=1)
+    per_rank_RR = torch.stack([counts_RG[:, first[r] : first[r + 1]].sum(1) for r in range(num_ranks)], dim=1)
     send_sizes, receive_sizes = per_rank_RR[rank].tolist(), per_rank_RR[:, rank].tolist()
-    received_experts = torch.empty(sum(receive_sizes), dtype=torch.int32, device=device)
-    _exchange(received_experts, ids[sent_route].int(), receive_sizes, send_sizes, group)
-    received_by_row = received_experts.argsort(stable=True)
-    padding_G = (padded_E - sizes_E)[mine]
-    shift_G = padding_G.cumsum(0) - padding_G  # of a group's rows, by the padding before it
-    rows = torch.arange(len(received_by_row), device=device) + shift_G.repeat_interleave(sizes_E[mine])
+    received_groups = torch.empty(sum(receive_sizes), dtype=torch.int32, device=device)
+    _exchange(received_groups, group_of_route[sent_route].int(), receive_sizes, send_sizes, group)
+    received_by_row = received_groups.argsort(stable=True)
+    padding = (padded_G - sizes_G)[mine]
+    shift = padding.cumsum(0) - padding  # of a group's rows, by the padding before it
+    rows = torch.arange(len(received_by_row), device=device) + shift.repeat_interleave(sizes_G[mine])
     return ReferencePlan(
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_groups=mine.stop - mine.start,
-        group_experts=torch.arange(mine.start, mine.stop, device=device),
-        group_sizes=sizes_E[mine],
-        group_ends=ends_E[mine].int(),
-        replicas=torch.empty(num_ranks, 0, dtype=torch.int64, device=device),
+        group_experts=group_experts[mine],
+        group_sizes=sizes_G[mine],
+        group_ends=ends_G[mine].int(),
+        replicas=torch.stack([group_experts[end - num_slots : end] for end in first[1:]]),
         rank_rows=per_rank_RR.sum(0),
         dst_rank=dst_rank.view(num_tokens, top_k),
         dst_row=dst_row.view(num_tokens, top_k),
@@ -150,9 +162,10 @@ def plan(
         receive_sizes=receive_sizes,
         row_of_received=torch.empty_like(rows).index_copy_(0, received_by_row, rows),
         received_of_row=torch.full((num_rows,), len(rows), device=device).index_copy_(0, rows, received_by_row),
+        num_experts=num_experts,
         group=group,
         combine_wire=combine_wire,
-        ranks_of_host=_ranks_of_host(hosts if hosts is not None else [0] * num_ranks),
+        ranks_of_host=_ranks_of_host(hosts),
     )
 
 
@@ -191,6 +204,65 @@ def combine(expert_out: torch.Tensor, plan: ReferencePlan, weights: torch.Tensor
         weights = weights.float()
     y: torch.Tensor = _Combine.apply(_anchor(), expert_out, weights, plan)  # type: ignore[no-untyped-call]
     return y
+
+
+def replicate(plan: ReferencePlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The weights of the plan's groups: home experts, then replicas; idle slots are zeros.
+
+    Args:
+        plan: of this rank.
+        tensors: [L, ...], the experts at home here, of any dtype.
+
+    Returns:
+        [G, ...] for each. In backward, gradients are added at home in float32, the home's first, then those of the
+        replicas by rank, and rounded once.
+    """
+    return tuple(_Replicate.apply(_anchor(), tensor, plan) for tensor in tensors)  # type: ignore[no-untyped-call]
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, plan: ReferencePlan) -> torch.Tensor:
+        ctx.plan = plan
+        if not tensor.is_floating_point():
+            ctx.set_materialize_grads(False)
+        to_ranks, send_sizes, slots, receive_sizes = _blocks_to_copy(plan)
+        whole = tensor.new_zeros(plan.num_groups, *tensor.shape[1:])
+        whole[: len(tensor)] = tensor
+        received = tensor.new_empty(len(slots), *tensor.shape[1:])
+        _exchange(received, tensor[to_ranks], receive_sizes, send_sizes, plan.group)
+        whole[slots] = received
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        from_ranks, receive_sizes, slots, send_sizes = _blocks_to_copy(ctx.plan)
+        received = grad.new_empty(len(from_ranks), *grad.shape[1:])
+        _exchange(received, grad[slots], receive_sizes, send_sizes, ctx.plan.group)
+        total = grad[: ctx.plan.num_groups - ctx.plan.replicas.shape[1]].float()
+        for of_rank, experts in zip(
+            torch.split(received, receive_sizes), torch.split(from_ranks, receive_sizes), strict=True
+        ):
+            total[experts] += of_rank.float()  # a rank has one replica of an expert at most
+        return None, total.to(grad.dtype), None
+
+
+def _blocks_to_copy(plan: ReferencePlan) -> tuple[torch.Tensor, list[int], torch.Tensor, list[int]]:
+    """Which home experts go out, by rank, and how many to each; which slots are filled, and how many from each rank."""
+    num_ranks, num_slots = plan.replicas.shape
+    num_home = plan.num_groups - num_slots
+    home, slots = plan.group_experts[:num_home], plan.group_experts[num_home:]
+    first = int(home[0]) if num_home else 0
+    wanted = [each[(each >= first) & (each < first + num_home)] - first for each in plan.replicas]
+    filled = (slots >= 0).nonzero().squeeze(1)
+    from_rank = torch.tensor([home_rank(int(e), plan.num_experts, num_ranks) for e in slots[filled]], dtype=torch.int64)
+    return (
+        torch.cat(wanted),
+        [len(each) for each in wanted],
+        filled + num_home,
+        torch.bincount(from_rank, minlength=num_ranks).tolist(),
+    )
 
 
 class _Dispatch(torch.autograd.Function):
@@ -273,6 +345,35 @@ def _gather_counts(
                 f"in [0, {num_experts}), got {value}"
             )
     return gathered[:, 2:]
+
+
+def _sum_over_ranks(value: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    total = torch.tensor(value, device=device)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def _with_replicas(
+    ids: torch.Tensor, counts_RE: torch.Tensor, rank: int, policy: Balanced, hosts: Sequence[int], first: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The expert of every group of all ranks [G], each route's group (-1: none), and how many a rank sends [R, G]."""
+    num_ranks = len(counts_RE)
+    of_rank, of_expert = lay_out(counts_RE.sum(0).tolist(), num_ranks, policy, None, 1)
+    counts_RG = counts_RE.new_zeros(num_ranks, first[-1])
+    segments: list[tuple[int, int]] = []  # of this rank's routes, by expert: group, routes
+    for routes_of_source, groups in zip(counts_RE.T.tolist(), of_expert, strict=True):
+        for source, pieces in enumerate(share_out(routes_of_source, groups, hosts)):
+            for place, routes in pieces:
+                number = first[groups[place].rank] + groups[place].number
+                counts_RG[source, number] = routes
+                if source == rank:
+                    segments.append((number, routes))
+    by_expert = ids.argsort(stable=True)[(ids < 0).sum() :]
+    numbers, lengths = torch.tensor(segments, dtype=torch.int64, device=ids.device).reshape(-1, 2).unbind(1)
+    group_of_route = torch.full_like(ids, -1).index_copy_(0, by_expert, numbers.repeat_interleave(lengths))
+    experts = torch.tensor([group.expert for groups in of_rank for group in groups], device=ids.device)
+    return experts, group_of_route, counts_RG
 
 
 def _gather_ragged(

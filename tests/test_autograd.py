@@ -592,7 +592,7 @@ def test_foreign_plans_are_refused(ep: moonep.Buffer) -> None:
     attempts = {
         "dispatch: rank 0: ": lambda: ep.dispatch(x, foreign),
         "combine: rank 0: ": lambda: ep.combine(rows, foreign),
-        "": lambda: ep.replicate(foreign),
+        "replicate: rank 0: ": lambda: ep.replicate(foreign),
     }
     for who, attempt in attempts.items():
         with pytest.raises(ForeignPlanError, match=f"^{who}plan: expected a plan of this Buffer") as caught:

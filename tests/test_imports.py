@@ -23,7 +23,7 @@ LAYERS = [
     {"checks", "balance"},
     {"plan"},
     {"reference", "transport"},
-    {"autograd", "ops"},
+    {"autograd", "ops", "replicas"},
     {"calls"},
     {"buffer"},
     {"nn"},

@@ -18,13 +18,32 @@ import torch
 from moonep.errors import ForeignPlanError, MoonEPError, VerbMismatchError
 from moonep.plan import Plan
 
-__all__ = ["HEADER_BYTES", "VERBS", "Agreed", "Agreement", "Call", "Collected", "Spread", "Transport", "agree"]
+__all__ = [
+    "HEADER_BYTES",
+    "VERBS",
+    "Agreed",
+    "Agreement",
+    "Call",
+    "Collected",
+    "Parcel",
+    "Spread",
+    "Transport",
+    "agree",
+]
 
 HEADER_BYTES = 512
-VERBS = ("plan", "dispatch", "combine", "dispatch's backward", "combine's backward")
+VERBS = (
+    "plan",
+    "dispatch",
+    "combine",
+    "replicate",
+    "dispatch's backward",
+    "combine's backward",
+    "replicate's backward",
+)
 
-# Buffer number, sequence number, plan id, verb, flags, status | tokens, length of the text | text
-_MUST_MATCH = struct.Struct("<qqqHHI")
+# Buffer number, sequence number, plan id, verb, flags, status, digest | tokens, length of the text | text
+_MUST_MATCH = struct.Struct("<qqqHHII")
 _OWN = struct.Struct("<qI")
 _MAX_TEXT = HEADER_BYTES - _MUST_MATCH.size - _OWN.size
 _NEEDS_GRAD, _WITHOUT_GRAPH, _RANKED = 1, 2, 4
@@ -42,6 +61,7 @@ class Call:
     needs_grad: bool = False  # an input of this rank requires a gradient
     ranked: bool = False  # weights come along, by which routes are dropped
     without_graph: bool = False  # this rank cannot take part in a backward: inference mode, or compiled without
+    digest: int = 0  # of shapes and dtypes that must be the same on all ranks, 32 bits
     problem: Exception | None = None  # what is wrong with this rank's arguments
     buffer_number: int = 0  # tells the Buffers of a group apart
     sequence: int = 0
@@ -54,7 +74,9 @@ class Call:
             status = next((i for i, kind in enumerate(_PROBLEMS, 1) if isinstance(self.problem, kind)), len(_PROBLEMS))
             kind = "" if isinstance(self.problem, _PROBLEMS) else f"{type(self.problem).__name__}: "
             text = (kind + str(self.problem)).encode()[:_MAX_TEXT]
-        fixed = _MUST_MATCH.pack(self.buffer_number, self.sequence, self.plan_id, VERBS.index(self.verb), flags, status)
+        fixed = _MUST_MATCH.pack(
+            self.buffer_number, self.sequence, self.plan_id, VERBS.index(self.verb), flags, status, self.digest
+        )
         return fixed + _OWN.pack(self.num_tokens, len(text)) + text
 
 
@@ -85,7 +107,7 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
         return Agreement(tokens, bool(fixed[4] & _NEEDS_GRAD))
 
     all_fixed = [_MUST_MATCH.unpack_from(header) for header in headers]
-    for rank, (_, _, _, verb, _, status) in enumerate(all_fixed):
+    for rank, (_, _, _, verb, _, status, _) in enumerate(all_fixed):
         if status:
             length = _OWN.unpack_from(headers[rank], size)[1]
             text = headers[rank][size + _OWN.size :][:length].decode(errors="replace")
@@ -99,6 +121,14 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
         if len({fixed[place] for fixed in all_fixed}) > 1:
             used = ", ".join(f"{name} {fixed[place]}" for name, fixed in zip(names, all_fixed, strict=True))
             raise Agreed(VerbMismatchError(f"{VERBS[all_fixed[0][3]]}: ranks used different {what}: {used}"))
+    if len({fixed[6] for fixed in all_fixed}) > 1:
+        differing = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[6] != all_fixed[0][6]]
+        raise Agreed(
+            ValueError(
+                f"{VERBS[all_fixed[0][3]]}: tensors: expected the same number, shapes (beyond the first dimension), "
+                f"dtypes and requires_grad on all ranks; those of {', '.join(differing)} differ from {names[0]}"
+            )
+        )
     if len({fixed[4] & _RANKED for fixed in all_fixed}) > 1:
         given = ", ".join(
             f"{name} {'gave some' if fixed[4] & _RANKED else 'gave none'}"
@@ -134,6 +164,16 @@ class Collected(NamedTuple):
     sums: torch.Tensor  # [T, H]
     scalars: torch.Tensor | None  # [T, K] float32
     agreement: Agreement
+
+
+class Parcel(NamedTuple):
+    """Bytes that go from one rank to others, in pieces. All ranks list all parcels, in the same order."""
+
+    source: int
+    destinations: tuple[int, ...]
+    num_bytes: int
+    # Where the pieces are (at the source) or are to be (at a destination), contiguous, on the CPU; elsewhere unused.
+    pieces: Sequence[torch.Tensor]
 
 
 class Transport(ABC):
@@ -176,6 +216,10 @@ class Transport(ABC):
         row_scalars: torch.Tensor | None,
     ) -> Collected:
         """combine and dispatch's backward: weighted sums [T, H] of rows [N, H]; scalars [N] go home to [T, K]."""
+
+    @abstractmethod
+    def exchange(self, call: Call, parcels: Sequence[Parcel]) -> Agreement:
+        """Carries parcels; no rank sends one to itself."""
 
     def cancel(self) -> None:  # noqa: B027 (most have nothing to end)
         """Ends waits early, here and at the peers, where that can be done. Local; memory stays for a verb at work."""

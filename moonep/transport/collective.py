@@ -7,6 +7,7 @@ its size from the plan; the check word, which a shorter message leaves unwritten
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +15,7 @@ from moonep import _C
 from moonep.config import ALIGN_BYTES, BufferConfig, align
 from moonep.errors import TransportError
 from moonep.plan import Crossings, Plan
-from moonep.transport.base import HEADER_BYTES, Agreement, Call, Collected, Spread, Transport, agree
+from moonep.transport.base import HEADER_BYTES, Agreement, Call, Collected, Parcel, Spread, Transport, agree
 from moonep.transport.group import FIRST_BYTES, VERB, Group
 from moonep.transport.planner import Planner
 from moonep.transport.rows import Rows, address
@@ -202,6 +203,36 @@ class CollectiveTransport(Transport):
                 index = own_row + 4 * at if own else 0
                 _C.move_floats(address(scalars), route + 4 * at, 0, src, index, 0, after - at)
         return Collected(sums, scalars, agreement)
+
+    def exchange(self, call: Call, parcels: Sequence[Parcel]) -> Agreement:
+        agreement = self.agree(call)
+        self._messages += 1
+        check = torch.tensor([self._messages]).view(torch.uint8)
+        out: list[list[torch.Tensor]] = [[] for _ in self._ranks]  # pieces to every rank, and a check word
+        sizes = [0 if rank == self._rank else len(check) for rank in self._ranks]  # from every rank
+        for parcel in parcels:
+            if parcel.source == self._rank:
+                for rank in parcel.destinations:
+                    out[rank] += [piece.view(-1).view(torch.uint8) for piece in parcel.pieces]
+            elif self._rank in parcel.destinations:
+                sizes[parcel.source] += parcel.num_bytes
+        for rank in self._others:
+            out[rank].append(check)
+        sent = torch.cat([piece for pieces in out for piece in pieces])
+        received = torch.full((sum(sizes),), 255, dtype=torch.uint8)  # what does not come stays
+        self._group.all_to_all(received, sent, sizes, [sum(map(len, pieces)) for pieces in out], call.verb)
+
+        inbound = list(torch.split(received, sizes))
+        for parcel in parcels:
+            if self._rank in parcel.destinations:
+                for piece in parcel.pieces:
+                    flat = piece.view(-1).view(torch.uint8)
+                    flat.copy_(inbound[parcel.source][: len(flat)])
+                    inbound[parcel.source] = inbound[parcel.source][len(flat) :]
+        for rank in self._others:
+            if not torch.equal(inbound[rank], check):
+                raise TransportError(f"{call.verb}: the message from {self._group.names[rank]} is not what was planned")
+        return agreement
 
     def close(self) -> None:
         self._rows.memory.close()

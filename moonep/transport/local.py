@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from moonep import _C
 from moonep.config import BufferConfig
 from moonep.plan import Plan
-from moonep.transport.base import Agreement, Call, Collected, Spread, Transport, agree
+from moonep.transport.base import Agreement, Call, Collected, Parcel, Spread, Transport, agree
 from moonep.transport.group import Group
 from moonep.transport.planner import Planner
 from moonep.transport.rows import Rows, address
@@ -73,6 +75,10 @@ class LocalTransport(Transport):
             _, _, _, route, row = plan.outbox.addresses
             _C.move_floats(address(scalars), route, 0, address(row_scalars), row, 0, len(plan.outbox.row))
         return Collected(sums, scalars, agreement)
+
+    def exchange(self, call: Call, parcels: Sequence[Parcel]) -> Agreement:
+        assert not parcels, "there is nobody to send to"
+        return self.agree(call)
 
     def close(self) -> None:
         self._rows.memory.close()

@@ -7,7 +7,8 @@ once, at its final place, by every rank it goes to. Every phase is: write own st
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from moonep import _C
 from moonep.config import ALIGN_BYTES, BufferConfig, align
 from moonep.errors import BufferClosedError, MoonEPError, PeerLostError, PeerTimeoutError, TransportError
 from moonep.plan import Crossings, Plan
-from moonep.transport.base import VERBS, Agreement, Call, Collected, Spread, Transport, agree
+from moonep.transport.base import VERBS, Agreement, Call, Collected, Parcel, Spread, Transport, agree
 from moonep.transport.group import Group
 from moonep.transport.planner import Planner
 from moonep.transport.rows import Chunk, Rows, address, crossing_chunks
@@ -67,7 +68,7 @@ class ShmTransport(Transport):
     name = "shm"
 
     def __init__(self, config: BufferConfig, group: Group, shared: _C.SharedGroup, staging_bytes: int):
-        self._config, self._group, self._shared = config, group, shared
+        self._config, self._group, self._shared, self._staging_bytes = config, group, shared, staging_bytes
         self._rank, self._ranks = group.rank, range(group.num_ranks)
         self._others = [rank for rank in self._ranks if rank != group.rank]
         self._planner = Planner(config, group.rank, group.host_of_rank)
@@ -251,12 +252,61 @@ class ShmTransport(Transport):
         assert agreement is not None
         return Collected(sums, scalars, agreement)
 
+    def exchange(self, call: Call, parcels: Sequence[Parcel]) -> Agreement:
+        # Every rank's outgoing pieces, one behind the other, pass through its staging a window at a time.
+        agreement = None
+        filled = [0] * len(self._ranks)  # by source
+        outgoing: list[_Stretch] = []
+        incoming: list[_Stretch] = []
+        for parcel in parcels:
+            if self._rank == parcel.source:
+                outgoing += _stretches(parcel, filled[parcel.source])
+            elif self._rank in parcel.destinations:
+                incoming += _stretches(parcel, filled[parcel.source])
+            filled[parcel.source] += align(parcel.num_bytes)
+        threads = torch.get_num_threads()
+        for window in range(0, max(1, *filled), self._staging_bytes):
+            staging = self._staging(self._rank)
+            for _, at, num_bytes, into in _within(outgoing, window, self._staging_bytes):
+                _C.copy(staging + into, at, num_bytes, threads)
+            if agreement is None:
+                agreement = self.agree(call)
+            else:
+                self._meet(call)
+            for source, at, num_bytes, out_of in _within(incoming, window, self._staging_bytes):
+                _C.stream_copy(at, self._staged(source) + out_of, num_bytes, threads)
+        assert agreement is not None
+        return agreement
+
     def cancel(self) -> None:
         self._shared.cancel()
 
     def close(self) -> None:
         self._shared.close()
         self._rows.memory.close()
+
+
+class _Stretch(NamedTuple):
+    """Memory of this rank, and where it stands in what `source` sends."""
+
+    source: int
+    begin: int
+    address: int
+    num_bytes: int
+
+
+def _stretches(parcel: Parcel, begin: int) -> Iterator[_Stretch]:
+    for piece in parcel.pieces:
+        yield _Stretch(parcel.source, begin, address(piece), piece.nbytes)
+        begin += piece.nbytes
+
+
+def _within(stretches: Sequence[_Stretch], window: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """The parts in [window, window + size): source, address, bytes, and where they stand in the window."""
+    for source, begin, at, num_bytes in stretches:
+        first, end = max(begin, window), min(begin + num_bytes, window + size)
+        if first < end:
+            yield source, at + first - begin, end - first, first - window
 
 
 def _copy_of(source: int, count: int, dtype: torch.dtype) -> torch.Tensor:
