@@ -23,32 +23,38 @@ class Replicas:
     rank_rows: list[int]  # [R]             rows that each rank then has
 
 
+Found = list[dict[int, int]]  # by rank, what it receives: expert -> rows
+
+
 def balance_plain(totals: Sequence[int], num_ranks: int, policy: Balanced) -> Replicas:
     """Replicas for experts with `totals` rows [E] in all ranks together.
 
     With slack 0 every rank ends at exactly its share of the rows, by the even rule (`_share_exactly`). Else no rank
-    exceeds `policy.row_limit`, by few replicas (`_keep`); where their order leaves some rank without a slot, the even
-    rule is taken, which ceil(E / R) slots always allow. `max_replicas` may be too few for either: then the limit is
-    the lowest one that halving finds between the one asked for and the fullest rank without replicas.
+    exceeds `policy.row_limit`, by few replicas (`_keep`); where that runs out of slots, the even rule is taken, which
+    ceil(E / R) slots always allow. `max_replicas` may be too few for both: then the limit is the lowest that halving
+    finds, from the one asked for up to the fullest rank without replicas, by `_keep` or by `_relay`.
     """
     limit = policy.row_limit(sum(totals), num_ranks)
     slots = policy.slots_per_rank(len(totals), num_ranks)
     homes = _homes(len(totals), num_ranks)
     home_rows = [sum(totals[e] for e in home) for home in homes]
 
-    def keep(limit: int) -> list[dict[int, int]] | None:
+    def keep(limit: int) -> Found | None:
         return _keep(limit, totals, homes, slots)
 
-    def share_exactly() -> list[dict[int, int]] | None:
+    def relay(limit: int) -> Found | None:
+        return _relay(limit, totals, homes, slots)
+
+    def share_exactly() -> Found | None:
         return _share_exactly(totals, homes, slots)
 
     found = share_exactly() or keep(limit) if policy.slack == 0 else keep(limit) or share_exactly()
     if not found:
-        fails, works = limit, max(home_rows)
+        fails, works = limit - 1, max(home_rows)
         while works - fails > 1:
             middle = (fails + works) // 2
-            fails, works = (fails, middle) if keep(middle) else (middle, works)
-        found = keep(works)
+            fails, works = (fails, middle) if keep(middle) or relay(middle) else (middle, works)
+        found = keep(works) or relay(works)
         assert found, "where the fullest rank is the limit, nothing moves"
 
     filled = [sorted(on_rank.items()) + [(-1, 0)] * (slots - len(on_rank)) for on_rank in found]
@@ -65,8 +71,7 @@ def balance_plain(totals: Sequence[int], num_ranks: int, policy: Balanced) -> Re
     )
 
 
-# Below, `found[rank]` is what a rank receives: expert -> rows. Of equals, max and min take the first: the lowest rank,
-# the lowest expert.
+# Of equals, max and min take the first: the lowest rank, the lowest expert.
 
 
 def _homes(num_experts: int, num_ranks: int) -> list[range]:
@@ -76,7 +81,7 @@ def _homes(num_experts: int, num_ranks: int) -> list[range]:
     return [range(first[rank], first[rank + 1]) for rank in range(num_ranks)]
 
 
-def _keep(limit: int, totals: Sequence[int], homes: list[range], slots: int) -> list[dict[int, int]] | None:
+def _keep(limit: int, totals: Sequence[int], homes: list[range], slots: int) -> Found | None:
     """Few replicas such that no rank exceeds `limit`; None: out of slots.
 
     The fullest rank gives of its largest expert, at most its excess, as much as one receiver can take. The receiver has
@@ -84,11 +89,12 @@ def _keep(limit: int, totals: Sequence[int], homes: list[range], slots: int) -> 
     (so that large rooms stay for large pieces). Else it is the one with the most room.
 
     Fewest replicas is a transport problem with a price per pair, which is NP-hard; docs/planner.md says how near this
-    comes. A step ends a rank's excess, empties an expert or fills a rank: there are at most 2 R + E.
+    comes. A step ends a rank's excess, empties an expert or fills a rank: there are at most 2 R + E. Ranks that give
+    never have room, so no expert goes to one rank twice.
     """
     left = list(totals)
     rank_rows = [sum(totals[e] for e in home) for home in homes]
-    found: list[dict[int, int]] = [{} for _ in homes]
+    found: Found = [{} for _ in homes]
     ranks = range(len(homes))
     while True:
         giver = max(ranks, key=lambda r: rank_rows[r])
@@ -115,7 +121,41 @@ def _keep(limit: int, totals: Sequence[int], homes: list[range], slots: int) -> 
         rank_rows[receiver] += rows
 
 
-def _share_exactly(totals: Sequence[int], homes: list[range], slots: int) -> list[dict[int, int]] | None:
+def _relay(limit: int, totals: Sequence[int], homes: list[range], slots: int) -> Found | None:
+    """No rank exceeds `limit`, by making the most of every slot; None: it cannot.
+
+    The rank with the most room takes the largest piece that it can get from any home, of equal pieces from the fullest
+    one. A home below the limit gives too, if it has a slot to be filled up again: so a large expert near by makes room
+    for rows from far above the limit. A step takes a slot.
+    """
+    left = list(totals)
+    rank_rows = [sum(totals[e] for e in home) for home in homes]
+    found: Found = [{} for _ in homes]
+    ranks = range(len(homes))
+    while max(rank_rows) > limit:
+        roomy = [r for r in ranks if rank_rows[r] < limit and len(found[r]) < slots]
+        if not roomy:
+            return None
+        receiver = min(roomy, key=lambda r: rank_rows[r])
+        room = limit - rank_rows[receiver]
+
+        pieces = []  # giver, expert, rows
+        for giver in ranks:
+            if giver != receiver and homes[giver] and (rank_rows[giver] > limit or len(found[giver]) < slots):
+                expert = max(homes[giver], key=lambda e: left[e])
+                if left[expert] > 0 and expert not in found[receiver]:
+                    pieces.append((giver, expert, min(left[expert], room)))
+        if not pieces:
+            return None
+        giver, expert, rows = max(pieces, key=lambda piece: (piece[2], rank_rows[piece[0]]))
+        found[receiver][expert] = rows
+        left[expert] -= rows
+        rank_rows[giver] -= rows
+        rank_rows[receiver] += rows
+    return found
+
+
+def _share_exactly(totals: Sequence[int], homes: list[range], slots: int) -> Found | None:
     """The even rule: every rank ends at exactly its share; None: out of slots.
 
     Shares are total // R, and one more for the first total mod R ranks. While some rank is above its share, the most
@@ -134,7 +174,7 @@ def _share_exactly(totals: Sequence[int], homes: list[range], slots: int) -> lis
         above[receiver] = 0
 
     left = list(totals)
-    found: list[dict[int, int]] = [{} for _ in homes]
+    found: Found = [{} for _ in homes]
     for home, quotas in zip(homes, to_come, strict=True):
         while any(quotas.values()):
             receiver = max(sorted(quotas), key=lambda r: quotas[r])

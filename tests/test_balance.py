@@ -211,6 +211,14 @@ def test_max_replicas_gets_as_near_as_it_can() -> None:
     assert balance(totals, 4, Balanced(0.05, 0)).rank_rows == [32, 0, 0, 0]
 
 
+def test_a_scarce_slot_takes_what_is_large_near_by() -> None:
+    # One slot a rank; shares are 7. Rank 0 (12 rows, the largest expert 5) and rank 1 (8, all of one expert) are above,
+    # rank 2 (1) alone has room, and cannot help both. But it can take 6 from rank 1, which then takes 5 from rank 0.
+    found = balance([5, 5, 2, 8, 0, 0, 1, 0, 0], 3, Balanced(0.0, 1))
+    assert used(found) == [[], [(0, 5)], [(3, 6)]]
+    assert found.rank_rows == [7, 7, 7]
+
+
 @pytest.mark.parametrize(("num_ranks", "needed"), [(8, 98), (64, 14)])
 def test_the_instance_that_needs_most(num_ranks: int, needed: int) -> None:
     """Rank 0's experts get nothing, all others the same: rank 0 must hold ceil(E (R - 1) / R^2) replicas."""

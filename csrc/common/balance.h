@@ -109,30 +109,73 @@ class Balancer {
   // Of the ranks with room for all of `wanted`, the one with the fewest replicas, then with the least room; if there is
   // none, the rank with the most room. -1: no rank has both room and a slot.
   MOONEP_HD int64_t receiver(int64_t limit, int64_t wanted) const {
-    int64_t fitting = -1, roomiest = -1;
+    int64_t best = -1;
     for (int64_t r = 0; r < homes_.ranks; ++r) {
       const int64_t rows = out_.rank_rows[r];
-      if (rows >= limit || used_[r] == slots_) continue;
-      if (roomiest < 0 || rows < out_.rank_rows[roomiest]) roomiest = r;
-      if (limit - rows < wanted) continue;
-      if (fitting < 0 || used_[r] < used_[fitting] || (used_[r] == used_[fitting] && rows > out_.rank_rows[fitting]))
-        fitting = r;
+      if (limit - rows < wanted || used_[r] == slots_) continue;
+      if (best < 0 || used_[r] < used_[best] || (used_[r] == used_[best] && rows > out_.rank_rows[best])) best = r;
     }
-    return fitting < 0 ? roomiest : fitting;
+    return best < 0 ? roomiest_rank(limit) : best;
   }
 
-  // Too few slots for the limit: the lowest one that halving finds. At the fullest rank's own rows, nothing moves.
+  // Of the ranks with a free slot, the one with the most room; -1: none.
+  MOONEP_HD int64_t roomiest_rank(int64_t limit) const {
+    int64_t best = -1;
+    for (int64_t r = 0; r < homes_.ranks; ++r)
+      if (out_.rank_rows[r] < limit && used_[r] < slots_ && (best < 0 || out_.rank_rows[r] < out_.rank_rows[best]))
+        best = r;
+    return best;
+  }
+
+  // ---- too few slots ----
+
+  // The lowest limit that halving finds. Where it is the fullest rank's own rows, nothing moves.
   MOONEP_HD void keep_lowest() {
     reset();
-    int64_t fails = limit_, works = out_.rank_rows[fullest_rank()];
+    int64_t fails = limit_ - 1, works = out_.rank_rows[fullest_rank()];
     while (works - fails > 1) {
       const int64_t middle = fails + (works - fails) / 2;
-      if (keep(middle))
+      if (keep(middle) || relay(middle))
         works = middle;
       else
         fails = middle;
     }
-    keep(works);
+    if (!keep(works)) relay(works);
+  }
+
+  // As `keep`, but makes the most of every slot: the rank with the most room takes the largest piece that it can get
+  // from any home, also from one below the limit that has a slot to be filled up again. A step takes a slot.
+  MOONEP_HD bool relay(int64_t limit) {
+    reset();
+    int64_t* rank_rows = out_.rank_rows;
+    while (rank_rows[fullest_rank()] > limit) {
+      const int64_t to = roomiest_rank(limit);
+      if (to < 0) return false;
+      const int64_t room = limit - rank_rows[to];
+      int64_t from = -1, expert = -1, rows = 0;
+      for (int64_t r = 0; r < homes_.ranks; ++r) {
+        if (r == to || homes_.count(r) == 0 || (rank_rows[r] <= limit && used_[r] == slots_)) continue;
+        const int64_t largest = largest_expert(r);
+        const int64_t piece = left_[largest] < room ? left_[largest] : room;
+        if (piece == 0 || is_on(largest, to)) continue;
+        if (piece > rows || (piece == rows && rank_rows[r] > rank_rows[from])) {
+          from = r;
+          expert = largest;
+          rows = piece;
+        }
+      }
+      if (from < 0) return false;
+      place(expert, to, rows);
+      rank_rows[from] -= rows;
+      rank_rows[to] += rows;
+    }
+    return true;
+  }
+
+  MOONEP_HD bool is_on(int64_t expert, int64_t rank) const {
+    for (int64_t i = rank * slots_; i < rank * slots_ + used_[rank]; ++i)
+      if (out_.experts[i] == expert) return true;
+    return false;
   }
 
   // ---- the even rule: every rank ends at exactly its share ----
