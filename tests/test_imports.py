@@ -163,6 +163,7 @@ def test_import_does_no_work() -> None:
     assert "matplotlib" not in loaded
     assert "click" not in loaded
     assert "moonep.cli" not in loaded
+    assert "moonep.nn" not in loaded
 
 
 def test_errors_are_importable_alone() -> None:

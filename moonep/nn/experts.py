@@ -1,0 +1,163 @@
+"""The experts at home on this rank, as a module."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from moonep.buffer import Buffer
+from moonep.nn.grouped import grouped_linear
+from moonep.plan import Plan
+
+__all__ = ["Experts"]
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: [N, 2F] -> [N, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+# What stands between the two products: [N, 2F] -> [N, F].
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swiglu": _swiglu}
+
+# nn.Linear's: uniform within 1 / sqrt(in) of 0.
+_like_linear = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+
+
+class Experts(nn.Module):
+    """This rank's home experts of one MoE layer: expert e of a row x gives act(x @ w_gate_up[e]) @ w_down[e].
+
+    Parameters, of the L experts at home, `ep.first_local_expert` first (L may be 0):
+
+        w_gate_up [L, H, 2F]   the gate in columns 0 .. F, the values it gates ("up") in F .. 2F
+        w_down    [L, F, H]
+        b_gate_up [L, 2F], b_down [L, H]   with `bias`, else None
+
+    The weights are those of this rank alone, and their gradients are complete here: keep them out of DDP and FSDP over
+    the Buffer's group.
+
+    Under autocast, products and activation are computed in autocast's dtype, otherwise in the rows'; the parameters
+    are cast to it. Results have the rows' dtype, gradients the dtype of what they belong to.
+
+    Args:
+        ep: carries the rows; a copy of the module shares it.
+        width: F, of an expert's hidden layer.
+        activation: "swiglu": silu(gate) * up.
+        bias: whether both products add one.
+        dtype: of the parameters; None: the Buffer's.
+        device: of the parameters; None: torch's default. On "meta" they are not drawn: call `reset_parameters` later.
+
+    Raises:
+        ValueError: a width below 1, an unknown activation.
+    """
+
+    b_gate_up: nn.Parameter | None
+    b_down: nn.Parameter | None
+
+    def __init__(
+        self,
+        ep: Buffer,
+        width: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width: expected at least 1, got {width}")
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        self.ep, self.width, self.activation = ep, width, activation
+        hidden, local = ep.config.hidden, ep.num_local_experts
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(local, *shape, dtype=dtype or ep.config.dtype, device=device))
+
+        self.w_gate_up = parameter(hidden, 2 * width)
+        self.w_down = parameter(width, hidden)
+        self.b_gate_up = parameter(2 * width) if bias else None
+        self.b_down = parameter(hidden) if bias else None
+        if not self.w_gate_up.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(
+        self, init: Callable[..., object] = _like_linear, *, generator: torch.Generator | None = None
+    ) -> None:
+        """Draws the weights anew, the same for any number of ranks; biases become zero.
+
+        Every rank draws one seed for each of the E experts of the layer from `generator`, and each home expert is
+        drawn from its own seed. So ranks whose generators are in the same state, as dense weights want it anyway, make
+        the same experts however many they are, and layers made one after another differ.
+
+        Args:
+            init: called as init(matrix, generator=...) on float32 matrices [out, in], as of nn.Linear: any such
+                function of torch.nn.init, say functools.partial(nn.init.normal_, std=0.02). Default: nn.Linear's.
+            generator: on the CPU; None: torch's default one (torch.manual_seed).
+        """
+        seeds = torch.randint(2**32, (self.ep.config.num_experts,), generator=generator, device="cpu").tolist()
+        first = self.ep.first_local_expert
+        for local, seed in enumerate(seeds[first : first + self.ep.num_local_experts]):
+            own = torch.Generator("cpu").manual_seed(seed)
+            for weight in (self.w_gate_up, self.w_down):
+                drawn = torch.empty(weight.shape[2], weight.shape[1], dtype=torch.float32, device="cpu")
+                init(drawn, generator=own)
+                weight[local].copy_(drawn.t())
+        for bias in (self.b_gate_up, self.b_down):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(self, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Every row through its group's expert.
+
+        Args:
+            rows: [N, H], as `Buffer.dispatch` gave them.
+            plan: they came by; of this Buffer.
+
+        Returns:
+            [N, H] in the rows' dtype. Padding rows, zeros, give what the expert makes of zeros; rows past the last
+            group give zeros.
+
+        Raises:
+            ValueError: rows of another shape; or a plan that has replicas on this rank, when the Buffer gave weights
+                for the home experts alone.
+        """
+        shape = (plan.num_rows, self.ep.config.hidden)
+        if tuple(rows.shape) != shape:
+            raise ValueError(f"rows: expected shape {list(shape)} (the plan's rows x hidden), got {list(rows.shape)}")
+        parameters = [self.w_gate_up, self.w_down]
+        if self.b_gate_up is not None and self.b_down is not None:
+            parameters += [self.b_gate_up, self.b_down]
+        # Replicas are made of the parameters themselves, so that their gradients are summed before they are rounded.
+        weights = self.ep.replicate(plan, *parameters)
+        for weight in weights:
+            if weight.shape[0] != plan.num_groups:
+                raise ValueError(
+                    f"plan: rank {self.ep.rank} has rows of {plan.num_groups} groups, but weights for "
+                    f"{weight.shape[0]}: without its replicas' weights, rows would go through wrong experts"
+                )
+
+        device, dtype = rows.device.type, rows.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        w_gate_up, w_down, *biases = (weight.to(dtype) for weight in weights)
+        b_gate_up, b_down = biases or (None, None)
+        group_ends = plan.group_ends.tolist()
+        gate_up = grouped_linear(rows.to(dtype), w_gate_up, b_gate_up, group_ends)
+        out = grouped_linear(_ACTIVATIONS[self.activation](gate_up), w_down, b_down, group_ends)
+        return out.to(rows.dtype)
+
+    def extra_repr(self) -> str:
+        """What the module is, for print."""
+        first, config = self.ep.first_local_expert, self.ep.config
+        return (
+            f"experts {first} .. {first + self.ep.num_local_experts} of {config.num_experts}, hidden={config.hidden}, "
+            f"width={self.width}, activation={self.activation!r}, bias={self.b_gate_up is not None}"
+        )
