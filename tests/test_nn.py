@@ -3,18 +3,20 @@
 import copy
 import dataclasses
 import functools
+import io
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import moonep
 from moonep.errors import BufferClosedError
-from moonep.nn import Experts, MoE, grouped
+from moonep.nn import Experts, ModelState, MoE, grouped
 
 T = 13  # of all ranks together
 TOKENS_OF_RANK = {1: [13], 2: [13, 0], 4: [5, 0, 1, 7]}
@@ -487,3 +489,168 @@ def test_checkpointing(pool: Any, reentrant: bool, early_stop: bool, last_saves:
         assert found.keys() == expected.keys()
         for name in expected:
             assert torch.equal(found[name], expected[name]), name
+
+
+# ---- saving and loading ----
+
+
+class Net(nn.Module):
+    """Dense layers around two MoE layers, whose experts have other numbers."""
+
+    def __init__(self, ep: moonep.Buffer, small: moonep.Buffer):
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.layers = nn.ModuleList([make_layer(ep, bias=True), make_layer(small)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def make_optimizer(net: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    is_expert = {name: ".experts." in name for name, _ in net.named_parameters()}
+    groups = [[p for name, p in net.named_parameters() if is_expert[name] == which] for which in (False, True)]
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "lr": 0.05}], lr=0.01)
+
+
+def train(net: nn.Module, ep: moonep.Buffer, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    """The same, but for rounding, on any number of ranks: losses of all ranks' tokens."""
+    losses = []
+    for step in range(steps):
+        loss = (net(tokens(ep, 10 + step)) ** 2).sum() / T
+        optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach().clone()
+        dense = [p.grad for name, p in net.named_parameters() if ".experts." not in name]
+        for tensor in [total, *dense]:
+            dist.all_reduce(tensor)
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def trained(
+    rank: int, directory: str, kind: str, what: str, wrapped: bool = False
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Saves after two steps, or loads, and goes on: what happens then, and what the model was at that moment."""
+    import torch.distributed.checkpoint as dcp
+
+    with make_buffer() as ep, make_buffer(num_experts=2) as small:
+        net: nn.Module = Net(ep, small)
+        if wrapped:
+            ignored = [name for name, _ in net.named_parameters() if ".experts." in name]
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+            net = nn.parallel.DistributedDataParallel(net)
+        optimizer = make_optimizer(net, kind)
+        if what == "save":
+            train(net, ep, optimizer, 2)
+            dcp.save({"train": ModelState(net, optimizer)}, checkpoint_id=directory)
+        else:
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.fill_(3)
+            optimizer.param_groups[-1]["lr"] = 7.0
+            dcp.load({"train": ModelState(net, optimizer)}, checkpoint_id=directory)
+        found = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        return train(net, ep, optimizer, 2), found
+
+
+def loaded_alone(rank: int, directory: str) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    with make_buffer() as ep, make_buffer(num_experts=2) as small:
+        net = Net(ep, small)
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        dcp.load({"train": ModelState(net)}, checkpoint_id=directory)
+        return {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+
+def assert_goes_on(found: Any, expected: Any) -> None:
+    """As it would have, without saving, on the first number of ranks."""
+    losses, _ = expected[0]
+    for of_rank, _ in found:
+        torch.testing.assert_close(of_rank, losses, rtol=1e-4, atol=1e-5)
+    for name, tensor in expected[0][1].items():
+        parts = [[of_rank[1][name] for of_rank in results] for results in (found, expected)]
+        if ".experts." in name:
+            assert torch.equal(torch.cat(parts[0]), torch.cat(parts[1])), name
+        else:
+            assert all(torch.equal(part, tensor) for part in parts[0]), name
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_saving_on_four_ranks_loading_on_two_and_one(
+    pool4: Any, pool2: Any, pool1: Any, tmp_path: Any, kind: str
+) -> None:
+    expected = pool4.run(trained, str(tmp_path), kind, "save")
+    for fewer in (pool2, pool1):
+        found = fewer.run(trained, str(tmp_path), kind, "load")
+        assert_goes_on(found, expected)
+    for name, parameter in pool1.run(loaded_alone, str(tmp_path))[0].items():
+        assert torch.equal(parameter, found[0][1][name])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_saving_on_one_rank_loading_on_four(pool4: Any, pool1: Any, tmp_path: Any, kind: str) -> None:
+    expected = pool1.run(trained, str(tmp_path), kind, "save")
+    assert_goes_on(pool4.run(trained, str(tmp_path), kind, "load"), expected)
+
+
+def states(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    with make_buffer() as ep, make_buffer(num_experts=2) as small:
+        torch.manual_seed(0)
+        state = ModelState(Net(ep, small)).state_dict()["model"]
+        names = {name: list(value) for name, value in state.items() if isinstance(value, dict)}
+        whole = {name: value for name, value in state.items() if not isinstance(value, dict)}
+        return names, whole
+
+
+def test_names_of_experts(pool4: Any) -> None:
+    found = pool4.run(states)
+    for rank, homes in enumerate([["0", "1"], ["2"], ["3"], ["4"]]):
+        names, whole = found[rank]
+        first = {f"layers.0.experts.{name}": homes for name in ("w_gate_up", "w_down", "b_gate_up", "b_down")}
+        second = {f"layers.1.experts.{name}": [str(rank)] for name in ("w_gate_up", "w_down")}
+        assert names == first | (second if rank < 2 else {})
+        assert whole.keys() == {"before.weight", "before.bias"} | {f"layers.{i}.router.gate.weight" for i in (0, 1)}
+
+
+def test_states_without_files(ep: moonep.Buffer) -> None:
+    """What state_dict gives are views; what load_state_dict takes may come from anywhere."""
+    net, other = nn.Sequential(make_layer(ep)), nn.Sequential(make_layer(ep))
+    optimizer, other_optimizer = make_optimizer(net, "sgd"), make_optimizer(other, "sgd")
+    (net(tokens(ep)) ** 2).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(ModelState(net, optimizer).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    ModelState(other, other_optimizer).load_state_dict(state)
+    for found, expected in zip(other.parameters(), net.parameters(), strict=True):
+        assert torch.equal(found, expected)
+        momenta = other_optimizer.state[found]["momentum_buffer"], optimizer.state[expected]["momentum_buffer"]
+        assert torch.equal(*momenta)
+    views = ModelState(other).state_dict()["model"]["0.experts.w_down"]
+    views["3"].fill_(5)
+    assert (other[0].experts.w_down[3] == 5).all()
+    ModelState(other).load_state_dict(state)  # the optimizer's part is not read
+    assert torch.equal(other[0].experts.w_down, net[0].experts.w_down)
+    in_experts = state["model"]["0.experts.w_down"]
+    in_experts["4"] = in_experts["4"][:1]
+    with pytest.raises(ValueError, match=r"0.experts.w_down.4: expected shape \[8, 16\], got \[1, 16\]"):
+        ModelState(other).load_state_dict(state)
+    del in_experts["4"]
+    with pytest.raises(KeyError, match="4"):
+        ModelState(other).load_state_dict(state)
+
+
+def test_wrapped_models_save_under_the_same_names(pool2: Any, pool1: Any, tmp_path: Any) -> None:
+    saved = pool2.run(trained, str(tmp_path), "sgd", "save", True)
+    for name, parameter in pool1.run(loaded_alone, str(tmp_path))[0].items():
+        parts = [of_rank[f"module.{name}"] for _, of_rank in saved]
+        assert torch.equal(parameter, torch.cat(parts) if ".experts." in name else parts[0])

@@ -9,5 +9,6 @@
 
 from moonep.nn.experts import Experts
 from moonep.nn.moe import MoE
+from moonep.nn.state import ModelState
 
-__all__ = ["Experts", "MoE"]
+__all__ = ["Experts", "MoE", "ModelState"]

@@ -39,7 +39,7 @@ class Experts(nn.Module):
         b_gate_up [L, 2F], b_down [L, H]   with `bias`, else None
 
     The weights are those of this rank alone, and their gradients are complete here: keep them out of DDP and FSDP over
-    the Buffer's group.
+    the Buffer's group. `moonep.nn.ModelState` saves and loads them across numbers of ranks.
 
     Under autocast, products and activation are computed in autocast's dtype, otherwise in the rows'; the parameters
     are cast to it. Results have the rows' dtype, gradients the dtype of what they belong to.
