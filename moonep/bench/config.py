@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moonep.testing import lognormal_routing, topk_weights
 from moonep.trace import Trace
 
-__all__ = ["DTYPES", "Case", "Inputs", "Settings", "make_inputs"]
+__all__ = ["DTYPES", "Case", "Inputs", "Peer", "Settings", "make_inputs"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SEED = 0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A method from outside of this package, compared with its own; `benchmarks/peers` has some.
+
+    Its plan needs `group_experts` and `group_sizes`, after dispatch at the latest: the groups of its rows.
+    """
+
+    name: str
+    package: str  # that does the work
+    version: str  # of the package
+    make: Callable[[Settings, Case], Any]  # gives a `methods.Method`; collective; ranks find it by its name
+    rtol: float  # of y in float32, where sums in any order are nearly the reference's
+    sends_rows: bool  # every routed row crosses on its own, as the reference's; False: what crosses is not counted
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class Settings:
     rounds: int  # timed blocks of every method
     threads: int  # of every rank
     backward: bool
+    peers: tuple[Peer, ...] = ()
 
     @property
     def row_bytes(self) -> int:

@@ -90,5 +90,9 @@ class _Buffer:
 
 
 def make_method(name: str, settings: Settings, case: Case) -> Method:
-    """The method of that name. Collective."""
+    """The method of that name, a peer's or ours. Collective."""
+    for peer in settings.peers:
+        if peer.name == name:
+            method: Method = peer.make(settings, case)
+            return method
     return _Reference(settings.num_experts) if name == REFERENCE else _Buffer(settings, case, name)

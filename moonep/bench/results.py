@@ -42,9 +42,9 @@ class Figures:
     p95_secs: float
     p50_ci95_secs: tuple[float, float]  # 95 % confidence interval of the median, by order statistics
     logical_bytes: float | None  # per rank; None: a phase that moves no rows
-    wire_bytes: float | None
+    wire_bytes: float | None  # None also where a peer's is not known
     floor_secs: float | None
-    times_reference: float | None  # how many times faster than the reference
+    times_reference: float | None  # how many times faster than the reference; None: not run, or another phase
     times_reference_ci95: tuple[float, float] | None  # of a step, over rounds
 
 
@@ -78,11 +78,13 @@ def case_result(
     """Every phase of every method."""
     floor_secs = step_floor_secs(traffic.slowest_rows, settings.row_bytes, copy_bytes_per_sec)
     phases = [*PHASES, STEP] + ([TRAIN_STEP] if settings.backward else [])
-    figures = [
-        _figures(method, phase, samples, _moved_bytes(method, phase, settings, traffic), floor_secs)
-        for method in samples
-        for phase in phases
-    ]
+    peers = {peer.name for peer in settings.peers}
+    figures = []
+    for method in samples:
+        plans = method not in peers  # a peer does it in its dispatch
+        for phase in phases if plans else phases[1:]:
+            moved_bytes = _moved_bytes(method, phase, settings, traffic)
+            figures.append(_figures(method, phase, samples, moved_bytes, floor_secs, plans or phase != phases[1]))
     steps = {method: sample.steps_per_block for method, sample in samples.items()}
     return CaseResult(case, traffic, copy_bytes_per_sec, steps, figures)
 
@@ -92,22 +94,30 @@ def case_result(
 _MOVEMENTS = {"plan": (0, 0), "dispatch": (1, 0), "combine": (0, 1), STEP: (1, 1), TRAIN_STEP: (2, 2)}
 
 
-def _moved_bytes(method: str, phase: str, settings: Settings, traffic: Traffic) -> tuple[float, float]:
-    """(logical, wire) bytes of a rank."""
+def _moved_bytes(method: str, phase: str, settings: Settings, traffic: Traffic) -> tuple[float, float | None]:
+    """(logical, wire) bytes of a rank; None: not known."""
     out, home = _MOVEMENTS[phase]
     logical = traffic.routed_rows * settings.row_bytes * (out + home)
-    if method == REFERENCE:  # every routed row crosses on its own, both ways
+    sends_rows = {REFERENCE: True} | {peer.name: peer.sends_rows for peer in settings.peers}
+    if sends_rows.get(method) is False:
+        return logical, None
+    if method in sends_rows:  # every routed row crosses on its own, both ways
         return logical, traffic.remote_rows * settings.row_bytes * (out + home)
     sum_bytes = settings.hidden * _SUM_BYTES
     return logical, traffic.crossings * (settings.row_bytes * out + sum_bytes * home)
 
 
 def _figures(
-    method: str, phase: str, samples: dict[str, Samples], moved_bytes: tuple[float, float], floor_secs: float
+    method: str,
+    phase: str,
+    samples: dict[str, Samples],
+    moved_bytes: tuple[float, float | None],
+    floor_secs: float,
+    comparable: bool,
 ) -> Figures:
     secs = np.array(samples[method].secs[phase])
     ratio = ratio_interval = None
-    if REFERENCE in samples:
+    if REFERENCE in samples and comparable:
         baseline = np.array(samples[REFERENCE].secs[phase])
         ratio = float(np.median(baseline) / np.median(secs))
         if phase in (STEP, TRAIN_STEP):  # one sample a round, of neighbours in time

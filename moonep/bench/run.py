@@ -14,7 +14,7 @@ from moonep.bench.floor import copy_bytes_per_sec
 from moonep.bench.methods import REFERENCE, make_method
 from moonep.bench.results import CaseResult, case_result, traffic
 from moonep.bench.timing import time_methods
-from moonep.bench.verify import verify
+from moonep.bench.verify import verify, verify_peers
 from moonep.testing import RankPool
 
 __all__ = ["joined_group", "measure_case", "run_in_group", "run_in_pool"]
@@ -47,12 +47,14 @@ def measure_case(rank: int, settings: Settings, case: Case) -> CaseResult:
     inputs = make_inputs(settings, case, rank)
     with contextlib.ExitStack() as stack:
         methods = {}
-        for name in settings.methods:
+        for name in (*settings.methods, *(peer.name for peer in settings.peers)):
             methods[name] = make_method(name, settings, case)
             stack.callback(methods[name].close)
         progress("checking results against the reference")
         baseline = methods.get(REFERENCE) or make_method(REFERENCE, settings, case)
-        verify({REFERENCE: baseline, **methods}, inputs, settings.backward)
+        ours = {name: methods[name] for name in settings.methods}
+        verify({REFERENCE: baseline, **ours}, inputs, settings.backward)
+        verify_peers({peer: methods[peer.name] for peer in settings.peers}, baseline, inputs)
         moved = traffic(baseline.plan(inputs.topk_idx), inputs, rank, settings.num_experts)
         progress("measuring copy bandwidth")
         bytes_per_sec = copy_bytes_per_sec(settings.threads)

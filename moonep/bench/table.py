@@ -28,6 +28,9 @@ def configuration(settings: Settings) -> str:
     """What is going to be measured, and where."""
     v, m = versions(), machine()
     memory_bytes = m["memory_bytes"]
+    peers = (
+        [f"and of its peers: {', '.join(f'{p.package} {p.version}' for p in settings.peers)}"] if settings.peers else []
+    )
     memory = f", {memory_bytes / 2**30:.0f} GiB" if isinstance(memory_bytes, int) else ""
     return "\n".join(
         (
@@ -36,6 +39,7 @@ def configuration(settings: Settings) -> str:
             f"ranks {settings.num_ranks}, threads a rank {settings.threads}, policy {settings.policy}",
             f"experts {settings.num_experts}, top-k {settings.top_k}, hidden {settings.hidden}, {settings.dtype}",
             f"{settings.rounds} blocks of each of: {', '.join(settings.methods)}; in turn",
+            *peers,
         )
     )
 
@@ -53,7 +57,7 @@ def case_table(settings: Settings, result: CaseResult) -> str:
         f"rows a rank: {traffic.routed_rows:.0f} sent, at most {traffic.slowest_rows} received; "
         f"tokens crossing: {traffic.crossings:.0f}",
         f"copy bandwidth {result.copy_bytes_per_sec / 1e9:.1f} GB/s a rank, all ranks at once",
-        "results: equal to the reference's, bit for bit",
+        "results: equal to the reference's, bit for bit" + ("; peers': within rounding" if settings.peers else ""),
         "",
         _COLUMNS.format("method", "phase", "p50 ms", "p95 ms", "logical", "wire", "x ref", "x floor"),
         _COLUMNS.format("", "", "", "", "GB/s", "GB/s", "", "").rstrip(),
@@ -96,7 +100,7 @@ def json_lines(settings: Settings, result: CaseResult) -> Iterator[str]:
         "routing": routing_name(settings, result),
         "copy_bytes_per_sec": result.copy_bytes_per_sec,
         **asdict(result.traffic),
-        "versions": versions(),
+        "versions": versions() | {peer.package: peer.version for peer in settings.peers},
         "machine": machine(),
     }
     for figures in result.figures:

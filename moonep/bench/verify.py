@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from moonep.bench.config import Inputs
+from moonep.bench.config import Inputs, Peer
 from moonep.bench.group import gather
 from moonep.bench.methods import REFERENCE, AnyPlan, Method
 
-__all__ = ["VerificationError", "verify"]
+__all__ = ["VerificationError", "verify", "verify_peers"]
 
 _PLAN_FIELDS = ("group_experts", "group_sizes", "group_ends", "rank_rows", "dst_rank", "dst_row")
 
@@ -34,12 +34,35 @@ def verify(methods: dict[str, Method], inputs: Inputs, backward: bool) -> None:
     ours = {name: method for name, method in methods.items() if name != REFERENCE}
     expected = _outcome(methods[REFERENCE], inputs, backward)
     for name, method in ours.items():
-        wrong = _differences(_outcome(method, inputs, backward), expected)
-        wrong_of_rank = gather(torch.tensor([bool(wrong)]))
-        if wrong_of_rank.any():
-            ranks = wrong_of_rank.flatten().nonzero().flatten().tolist()
-            here = f"; here: {', '.join(wrong)}" if wrong else ""
-            raise VerificationError(f"{name} differs from the reference on ranks {ranks}{here}")
+        _raise_everywhere(name, _differences(_outcome(method, inputs, backward), expected))
+
+
+def verify_peers(peers: dict[Peer, Method], baseline: Method, inputs: Inputs) -> None:
+    """One forward step of every peer against the reference: y alone, by tolerance, for a peer sums in its own way.
+
+    First with tokens in float32, where only a wrong result is far off. Then as they are timed: each of the K weighted
+    rows and each addition may be rounded to the rows' dtype. Terms of an element have one sign, so errors are relative.
+    Collective.
+    """
+    top_k = inputs.topk_idx.shape[1]
+    for dtype in dict.fromkeys((torch.float32, inputs.x.dtype)) if peers else ():
+        given = inputs._replace(x=inputs.x.to(dtype))
+        expected = _outcome(baseline, given, False).tensors["y"]
+        rounding = (top_k + 2) * torch.finfo(dtype).eps / 2
+        for peer, method in peers.items():
+            y = _outcome(method, given, False).tensors["y"]
+            fine = y.dtype == dtype and y.shape == expected.shape
+            fine = fine and torch.allclose(y, expected, rtol=peer.rtol + rounding, atol=1e-30)
+            _raise_everywhere(peer.name, [] if fine else [f"y of {str(dtype).removeprefix('torch.')} tokens"])
+
+
+def _raise_everywhere(name: str, wrong: list[str]) -> None:
+    """Raises on all ranks if something is wrong on any. Collective."""
+    wrong_of_rank = gather(torch.tensor([bool(wrong)]))
+    if wrong_of_rank.any():
+        ranks = wrong_of_rank.flatten().nonzero().flatten().tolist()
+        here = f"; here: {', '.join(wrong)}" if wrong else ""
+        raise VerificationError(f"{name} differs from the reference on ranks {ranks}{here}")
 
 
 def _outcome(method: Method, inputs: Inputs, backward: bool) -> _Outcome:
