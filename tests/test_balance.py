@@ -307,13 +307,14 @@ def test_row_limit_is_exact() -> None:
     assert Balanced(0.05).row_limit(131072 * 8, 8) == 137626
     assert Balanced(0.0).row_limit(9, 2) == 5
     assert Balanced(0).row_limit(0, 3) == 0
-    assert Balanced(1e-9).row_limit(MAX_ROWS, 1) == MAX_ROWS + 3
-    assert Balanced(np.float64(0.05)).row_limit(100, 1) == 105
+    assert Balanced(1e-9).row_limit(2 * MAX_ROWS, 2) == MAX_ROWS + 3
+    assert Balanced(np.float64(0.05)).row_limit(200, 2) == 105
+    assert Balanced(0.05).row_limit(100, 1) == 100, "there are no more"
 
 
 @given(slacks, st.integers(0, 2**40), st.integers(1, 100))
 def test_row_limit_is_the_formula(slack: float, num_rows: int, num_ranks: int) -> None:
-    exact = (1 + Fraction(str(slack))) * -(-num_rows // num_ranks)
+    exact = min(num_rows, (1 + Fraction(str(slack))) * -(-num_rows // num_ranks))
     assert 0 <= Balanced(slack).row_limit(num_rows, num_ranks) - exact < 1
 
 
