@@ -67,11 +67,13 @@ class Verbs(Protocol):
 
     def run_replicate(
         self, plan: Plan, tensors: Sequence[torch.Tensor], differentiable: Sequence[bool], needs_grad: bool
-    ) -> tuple[tuple[torch.Tensor, ...], bool]:
-        """replicate: [G, ...] of [L, ...], and whether any rank needs gradients, of those that are differentiable."""
+    ) -> tuple[list[torch.Tensor], bool]:
+        """replicate: the slots in use [U, ...], and whether any rank needs gradients (of what is differentiable)."""
 
-    def run_replicate_backward(self, plan: Plan, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """replicate's backward: gradients [L, ...] of [G, ...]."""
+    def run_replicate_backward(
+        self, plan: Plan, home_grads: Sequence[torch.Tensor], slot_grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """replicate's backward: gradients [L, ...] of what is at home and of the slots."""
 
 
 def dispatch(
@@ -134,21 +136,28 @@ def combine(
     return finish
 
 
-def replicate(verbs: Verbs, plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """[G, ...] of [L, ...]."""
+def replicate(
+    verbs: Verbs, plan: Plan, tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors [L, ...] as they are, for use beside the slots in use [U, ...]: their gradients meet."""
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     differentiable, detached = [tensor.requires_grad for tensor in tensors], [tensor.detach() for tensor in tensors]
-    results, any_needs_grad = verbs.run_replicate(plan, detached, differentiable, needs_grad)
+    slots, any_needs_grad = verbs.run_replicate(plan, detached, differentiable, needs_grad)
     if not any_needs_grad:
-        return results
-    inputs = tensors if needs_grad else detached
+        return detached, slots
     before, left = verbs.edge_of(plan, is_open=True), Edge(of_replicate=True)
     with torch.enable_grad():
         *outputs, left.edge = _Replicate.apply(  # type: ignore[no-untyped-call]
-            before, verbs, replace(plan), weakref.ref(left), differentiable, results, *inputs
+            before,
+            verbs,
+            replace(plan),
+            weakref.ref(left),
+            differentiable,
+            (*detached, *slots),
+            *(tensors if needs_grad else detached),
         )
     verbs.keep_edge(plan, left)
-    return tuple(outputs)
+    return outputs[: len(tensors)], outputs[len(tensors) :]
 
 
 # The results of a verb come to `forward` in a tuple, which autograd does not look into: a tensor that goes in and
@@ -221,13 +230,15 @@ class _Replicate(torch.autograd.Function):
         verbs: Verbs,
         plan: Plan,
         left: weakref.ref[Edge],
-        differentiable: Sequence[bool],
+        differentiable: list[bool],
         results: tuple[torch.Tensor, ...],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.verbs, ctx.plan, ctx.left, ctx.differentiable = verbs, plan, left, differentiable
         ctx.save_for_backward(edge)
-        ctx.mark_non_differentiable(*(out for out, needed in zip(results, differentiable, strict=True) if not needed))
+        ctx.mark_non_differentiable(
+            *(out for out, needed in zip(results, 2 * differentiable, strict=True) if not needed)
+        )
         return *results, torch.empty(0)
 
     @staticmethod
@@ -235,7 +246,11 @@ class _Replicate(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # raises when this graph was freed
         _spend(ctx.left)
-        needed = [grad for grad, needed in zip(grads[:-1], ctx.differentiable, strict=True) if needed]
-        home = iter(ctx.verbs.run_replicate_backward(ctx.plan, needed))
-        grads_home = (next(home) if needed else None for needed in ctx.differentiable)
-        return torch.zeros(0), None, None, None, None, None, *grads_home
+        half = len(ctx.differentiable)
+        home_grads, slot_grads = (
+            [grad for grad, needed in zip(part, ctx.differentiable, strict=True) if needed]
+            for part in (grads[:half], grads[half:-1])
+        )
+        sums = iter(ctx.verbs.run_replicate_backward(ctx.plan, home_grads, slot_grads))
+        by_tensor = (next(sums) if needed else None for needed in ctx.differentiable)
+        return torch.zeros(0), None, None, None, None, None, *by_tensor

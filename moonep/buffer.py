@@ -247,12 +247,27 @@ class Buffer:
         of an expert are added at its home in float32 (the home's, then those of its replicas by rank), rounded once.
 
         Under `Home` and `Capacity` there are no slots, G is L, and this gives the tensors that it was given. Under
-        `Balanced` it gives copies; in a step without any replica, nothing crosses.
+        `Balanced` it copies them (see `replicate_apart`). In a step without any replica, nothing crosses.
 
         Args:
             plan: of this Buffer.
             tensors: [L, ...], of any dtype, the experts at home here; the same number, dtypes, shapes beyond L and
                 `requires_grad` on all ranks.
+        """
+        pairs = self.replicate_apart(plan, *tensors)
+        if not plan.replicas.shape[1]:
+            return tuple(home for home, _ in pairs)
+        wholes = []
+        for home, slots in pairs:
+            idle = home.new_empty(plan.num_groups - len(home) - len(slots), *home.shape[1:])
+            wholes.append(torch.cat([home, slots, idle]))
+        return tuple(wholes)
+
+    def replicate_apart(self, plan: Plan, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """As `replicate`, without a copy of what is at home: for every [L, ...], itself and the slots in use [U, ...].
+
+        The weights of group g are in the first for g < L, in the second for g - L < U; the other groups are idle. Both
+        must be used as they come from here: only so gradients of all instances of an expert meet.
         """
 
         def check() -> None:
@@ -260,10 +275,12 @@ class Buffer:
             checks.check_tensors(tensors, self.num_local_experts)
 
         if torch.compiler.is_compiling():
-            replicated: tuple[torch.Tensor, ...] = _uncompiled("replicate")(self, plan, *tensors)
-            return replicated
+            pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = _uncompiled("replicate_apart")(self, plan, *tensors)
+            return pairs
         self._calls.checked("replicate", check)
-        return autograd.replicate(self._calls, plan, tensors) if plan.replicas.shape[1] else tensors
+        if not plan.replicas.shape[1]:
+            return tuple((tensor, tensor[:0]) for tensor in tensors)
+        return tuple(zip(*autograd.replicate(self._calls, plan, tensors), strict=True))
 
     # ---- lifetime ----
 

@@ -135,24 +135,31 @@ class Calls:
 
     def run_replicate(
         self, plan: Plan, tensors: Sequence[torch.Tensor], differentiable: Sequence[bool], needs_grad: bool
-    ) -> tuple[tuple[torch.Tensor, ...], bool]:
+    ) -> tuple[list[torch.Tensor], bool]:
         replicas = self._replicas(plan)
-        whole = replicas.with_slots(tensors, plan.replicas.shape[1])
-        parcels = replicas.to_slots(whole)
+        slots = [self._empty_slots(tensor, replicas.num_used) for tensor in tensors]
+        parcels = replicas.to_slots(tensors, slots)
         if not parcels:  # as all ranks see: nobody waits for anything
-            return tuple(whole), needs_grad
+            return slots, needs_grad
         call = self._call("replicate", plan, needs_grad)
         call.digest = digest(tensors, differentiable)
         agreement = self._exchange(call, parcels)
-        return tuple(whole), agreement.needs_grad
+        return slots, agreement.needs_grad
 
-    def run_replicate_backward(self, plan: Plan, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run_replicate_backward(
+        self, plan: Plan, home_grads: Sequence[torch.Tensor], slot_grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         replicas = self._replicas(plan)
-        grads = [grad.contiguous() for grad in grads]
-        parcels = replicas.gradients_home(grads)
+        parcels = replicas.gradients_home(slot_grads)
         if parcels:
             self._exchange(self._call("replicate's backward", plan), parcels)
-        return replicas.sum_gradients(grads, parcels)
+        return replicas.sum_gradients(home_grads, parcels)
+
+    def _empty_slots(self, tensor: torch.Tensor, count: int) -> torch.Tensor:
+        shape = (count, *tensor.shape[1:])
+        if tensor.device.type != "cpu":
+            return tensor.new_empty(shape)
+        return self.transport.memory.empty(shape, tensor.dtype)
 
     def _replicas(self, plan: Plan) -> Replicas:
         return Replicas(plan, self._group.rank, self.config.num_experts)

@@ -29,13 +29,13 @@ class _Copied(NamedTuple):
 
 
 class Replicas:
-    """What one rank sends and gets. Tensors are [L, ...], a block per expert at home, and [G, ...], one per group."""
+    """What one rank sends and gets: a block per expert at home, [L, ...], and one per slot in use, [U, ...]."""
 
     def __init__(self, plan: Plan, rank: int, num_experts: int):
-        num_ranks, slots = plan.replicas.shape
+        num_ranks, _ = plan.replicas.shape
         self._rank = rank
-        self._num_home = plan.num_groups - slots
         self._first = first_expert(rank, num_experts, num_ranks)
+        self.num_used = int((plan.replicas[rank] >= 0).sum())
         found: dict[int, list[tuple[int, int]]] = {}
         for on_rank, slot in (plan.replicas >= 0).nonzero().tolist():
             found.setdefault(int(plan.replicas[on_rank, slot]), []).append((on_rank, slot))
@@ -43,58 +43,48 @@ class Replicas:
             _Copied(expert, home_rank(expert, num_experts, num_ranks), found[expert]) for expert in sorted(found)
         ]
 
-    def with_slots(self, tensors: Sequence[torch.Tensor], slots: int) -> list[torch.Tensor]:
-        """Copies [G, ...] of [L, ...]; what their slots hold is yet to come."""
-        copies = []
-        for tensor in tensors:
-            copy = tensor.new_empty(self._num_home + slots, *tensor.shape[1:])
-            copy[: self._num_home].copy_(tensor)
-            copies.append(copy)
-        return copies
-
-    def to_slots(self, tensors: Sequence[torch.Tensor]) -> list[Parcel]:
-        """Blocks of home experts in [G, ...], to the slots in [G, ...]."""
-        num_bytes = _block_bytes(tensors)
+    def to_slots(self, homes: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> list[Parcel]:
+        """Blocks of home experts, to the slots."""
+        num_bytes = _block_bytes(homes)
         parcels = []
-        for expert, home, slots in self._copied:
+        for expert, home, places in self._copied:
             blocks: list[torch.Tensor] = []
             if self._rank == home:
-                blocks = [tensor[expert - self._first] for tensor in tensors]
-            for rank, slot in slots:
+                blocks = [tensor[expert - self._first].contiguous() for tensor in homes]
+            for rank, slot in places:
                 if self._rank == rank:
-                    blocks = [tensor[self._num_home + slot] for tensor in tensors]
-            parcels.append(Parcel(home, tuple(rank for rank, _ in slots), num_bytes, blocks))
+                    blocks = [tensor[slot] for tensor in slots]
+            parcels.append(Parcel(home, tuple(rank for rank, _ in places), num_bytes, blocks))
         return parcels
 
-    def gradients_home(self, grads: Sequence[torch.Tensor]) -> list[Parcel]:
-        """Blocks of slots in [G, ...], to new memory at home."""
-        num_bytes = _block_bytes(grads)
+    def gradients_home(self, slot_grads: Sequence[torch.Tensor]) -> list[Parcel]:
+        """Blocks of slots, to new memory at home."""
+        num_bytes = _block_bytes(slot_grads)
         parcels = []
-        for _, home, slots in self._copied:
-            for rank, slot in slots:
+        for _, home, places in self._copied:
+            for rank, slot in places:
                 blocks: list[torch.Tensor] = []
                 if self._rank == rank:
-                    blocks = [grad[self._num_home + slot] for grad in grads]
+                    blocks = [grad[slot].contiguous() for grad in slot_grads]
                 if self._rank == home:
-                    blocks = [grad.new_empty(grad.shape[1:]) for grad in grads]
+                    blocks = [grad.new_empty(grad.shape[1:]) for grad in slot_grads]
                 parcels.append(Parcel(rank, (home,), num_bytes, blocks))
         return parcels
 
-    def sum_gradients(self, grads: Sequence[torch.Tensor], parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """[L, ...] of [G, ...] and what came: in float32 the home's, then those by rank, rounded once."""
+    def sum_gradients(self, home_grads: Sequence[torch.Tensor], parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """[L, ...]: in float32 the home's own, then those of the replicas by rank, rounded once."""
         came: dict[int, list[Sequence[torch.Tensor]]] = {}
         rest = iter(parcels)
-        for expert, home, slots in self._copied:
-            blocks = [next(rest).pieces for _ in slots]
+        for expert, home, places in self._copied:
+            blocks = [next(rest).pieces for _ in places]
             if self._rank == home:
                 came[expert - self._first] = blocks
         sums = []
-        for i, grad in enumerate(grads):
-            home_grad = grad[: self._num_home]
-            total = home_grad.clone() if came else home_grad
+        for i, grad in enumerate(home_grads):
+            total = grad.clone() if came else grad
             for place, blocks in came.items():
                 wide = torch.promote_types(grad.dtype, torch.float32)
-                block = home_grad[place].to(wide, copy=True)
+                block = grad[place].to(wide, copy=True)
                 for each in blocks:
                     block += each[i].to(wide)
                 total[place] = block

@@ -266,15 +266,13 @@ def test_plans_with_replicas_need_their_weights(ep: moonep.Buffer, monkeypatch: 
         group_experts=torch.tensor([0, 1, 2, 3, 4, 3, -1]),
         group_ends=torch.cat([plan.group_ends, plan.group_ends[-1:], plan.group_ends[-1:]]),
     )
-    monkeypatch.setattr(ep, "replicate", lambda plan, *weights: weights)
-    with pytest.raises(ValueError, match="rank 0 has rows of 7 groups, but weights for 5"):
+    monkeypatch.setattr(ep, "replicate_apart", lambda plan, *weights: [(w, w[:0]) for w in weights])
+    with pytest.raises(
+        ValueError, match="rank 0 has rows of 5 experts at home and 1 replicas, but weights for 5 and 0"
+    ):
         experts(rows, with_slots)
 
-    def replicate(plan: moonep.Plan, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        idle = [torch.full_like(w[:1], float("nan")) for w in weights]
-        return tuple(torch.cat([w, w[3:4], slot]) for w, slot in zip(weights, idle, strict=True))
-
-    monkeypatch.setattr(ep, "replicate", replicate)
+    monkeypatch.setattr(ep, "replicate_apart", lambda plan, *weights: [(w, w[3:4].clone()) for w in weights])
     out = experts(rows, with_slots)
     torch.testing.assert_close(out, expected)
     out.sum().backward()

@@ -136,20 +136,34 @@ class Experts(nn.Module):
         if self.b_gate_up is not None and self.b_down is not None:
             parameters += [self.b_gate_up, self.b_down]
         # Replicas are made of the parameters themselves, so that their gradients are summed before they are rounded.
-        weights = self.ep.replicate(plan, *parameters)
-        for weight in weights:
-            if weight.shape[0] != plan.num_groups:
+        pairs = self.ep.replicate_apart(plan, *parameters)
+        group_ends, num_home = plan.group_ends.tolist(), self.w_gate_up.shape[0]
+        num_used = int((plan.group_experts[num_home:] >= 0).sum())
+        for home, slots in pairs:
+            if (home.shape[0], slots.shape[0]) != (num_home, num_used):
                 raise ValueError(
-                    f"plan: rank {self.ep.rank} has rows of {plan.num_groups} groups, but weights for "
-                    f"{weight.shape[0]}: without its replicas' weights, rows would go through wrong experts"
+                    f"plan: rank {self.ep.rank} has rows of {num_home} experts at home and {num_used} replicas, but "
+                    f"weights for {home.shape[0]} and {slots.shape[0]}: rows would go through wrong experts"
                 )
+        home_ends, slot_ends = group_ends[:num_home], group_ends[num_home : num_home + num_used]
+        if num_used == 0:
+            return self._run(rows, [home for home, _ in pairs], home_ends)
+        # Apart, so that no home weight is copied; the rows are, which is little beside what is computed with them.
+        end = home_ends[-1] if home_ends else 0
+        at_home, in_slots = torch.split(rows, [end, rows.shape[0] - end])
+        return torch.cat(
+            [
+                self._run(at_home, [home for home, _ in pairs], home_ends),
+                self._run(in_slots, [slots for _, slots in pairs], [each - end for each in slot_ends]),
+            ]
+        )
 
+    def _run(self, rows: torch.Tensor, weights: list[torch.Tensor], group_ends: list[int]) -> torch.Tensor:
         device, dtype = rows.device.type, rows.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         w_gate_up, w_down, *biases = (weight.to(dtype) for weight in weights)
         b_gate_up, b_down = biases or (None, None)
-        group_ends = plan.group_ends.tolist()
         gate_up = grouped_linear(rows.to(dtype), w_gate_up, b_gate_up, group_ends)
         out = grouped_linear(_ACTIVATIONS[self.activation](gate_up), w_down, b_down, group_ends)
         return out.to(rows.dtype)

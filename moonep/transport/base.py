@@ -17,6 +17,7 @@ import torch
 
 from moonep.errors import ForeignPlanError, MoonEPError, VerbMismatchError
 from moonep.plan import Plan
+from moonep.transport.memory import Memory
 
 __all__ = [
     "HEADER_BYTES",
@@ -183,6 +184,7 @@ class Transport(ABC):
     """
 
     name: str
+    memory: Memory  # what it hands out is in it
 
     @abstractmethod
     def agree(self, call: Call) -> Agreement:

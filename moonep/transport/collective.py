@@ -66,6 +66,7 @@ class CollectiveTransport(Transport):
         self._others = [rank for rank in self._ranks if rank != group.rank]
         self._planner = Planner(config, group.rank, group.host_of_rank)
         self._rows = Rows(config, group.rank, group.host_of_rank)
+        self.memory = self._rows.memory
         self._messages = 0
 
     def agree(self, call: Call) -> Agreement:
@@ -189,7 +190,7 @@ class CollectiveTransport(Transport):
                 _C.move_floats(out.scalars(rank), 0, 0, address(row_scalars), row + 4 * at, 0, after - at)
         inbound = self._exchange(call, out, _Mail(self._rows, plan.outbox, self._config.sum_bytes))
 
-        sums = self._rows.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
+        sums = self.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
         pieces = [inbound.pieces(rank) for rank in self._ranks]
         first_crossings = [begin for begin, _ in inbound.crossings]
         self._rows.finish(sums, rows, row_weights, plan, (0, plan.num_tokens), pieces, first_crossings)
@@ -235,4 +236,4 @@ class CollectiveTransport(Transport):
         return agreement
 
     def close(self) -> None:
-        self._rows.memory.close()
+        self.memory.close()

@@ -25,6 +25,7 @@ class LocalTransport(Transport):
     def __init__(self, config: BufferConfig, group: Group):
         self._config, self._names = config, group.names
         self._rows = Rows(config, 0, [0])
+        self.memory = self._rows.memory
         self._planner = Planner(config, 0, [0])
 
     def agree(self, call: Call) -> Agreement:
@@ -67,7 +68,7 @@ class LocalTransport(Transport):
         row_scalars: torch.Tensor | None,
     ) -> Collected:
         agreement = self.agree(call)
-        sums = self._rows.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
+        sums = self.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
         self._rows.finish(sums, rows, row_weights, plan, (0, plan.num_tokens), [0], [0])
         scalars = None
         if row_scalars is not None:
@@ -81,4 +82,4 @@ class LocalTransport(Transport):
         return self.agree(call)
 
     def close(self) -> None:
-        self._rows.memory.close()
+        self.memory.close()

@@ -73,6 +73,7 @@ class ShmTransport(Transport):
         self._others = [rank for rank in self._ranks if rank != group.rank]
         self._planner = Planner(config, group.rank, group.host_of_rank)
         self._rows = Rows(config, group.rank, group.host_of_rank)
+        self.memory = self._rows.memory
         # Staging on the way out: rows of a chunk of tokens, then their weights.
         self._spread_tokens = (staging_bytes - ALIGN_BYTES) // (config.row_bytes + config.token_scalars_bytes)
         self._weights_at = align(self._spread_tokens * config.row_bytes)
@@ -218,7 +219,7 @@ class ShmTransport(Transport):
         row_scalars: torch.Tensor | None,
     ) -> Collected:
         agreement = None
-        sums = self._rows.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
+        sums = self.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
         scalars = None if row_scalars is None else torch.zeros(plan.num_tokens, self._config.top_k)
         first_tokens, chunks_in = self._chunks(plan, plan.inbox, self._collect_tokens)
         _, chunks_out = self._chunks(plan, plan.outbox, self._collect_tokens)
@@ -283,7 +284,7 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._shared.close()
-        self._rows.memory.close()
+        self.memory.close()
 
 
 class _Stretch(NamedTuple):
