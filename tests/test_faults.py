@@ -202,6 +202,30 @@ def test_killed_while_others_make_a_buffer() -> None:
     assert "making a Buffer" in survivor.result[1]
 
 
+def one_is_late(rank: int, victim: int, directory: str) -> tuple[str, str]:
+    """The last to make a Buffer does so after the others have given up."""
+    if rank == victim:
+        wait_for(lambda: len(os.listdir(directory)) == dist.get_world_size() - 1, "the others wait on")
+        return "", ""
+    try:
+        make_buffer("auto", 1.5)
+        found = "", "no error"
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    Path(directory, str(rank)).touch()
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 0), (4, 3)])
+def test_late_while_others_make_a_buffer(num_ranks: int, victim: int, tmp_path: Path) -> None:
+    """Whose process ids nobody knows yet."""
+    with fresh_pool(num_ranks) as pool:
+        found = pool.run(one_is_late, victim, str(tmp_path))
+    assert found.pop(victim) == ("", "")
+    for each in found:
+        assert each == ("PeerTimeoutError", f"making a Buffer: no answer from rank {victim} within 1.5 s")
+
+
 # ---- a peer stops, or stays away ----
 
 

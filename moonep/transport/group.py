@@ -42,7 +42,7 @@ class Group:
         self.number = 0  # tells this group's Buffer from any other; the same on every rank
         self._pidfds: dict[int, int] = {}
         self._close_pidfds = weakref.finalize(self, _close_all, {}, os.getpid())
-        self._pids = [os.getpid()]
+        self._pids: list[int] = []  # none before the ranks have met
         self._exchanges = 0
         self._waiting = WaitingList(group, self.rank, self.num_ranks)
         if group is not None:
@@ -81,7 +81,7 @@ class Group:
 
     @property
     def pids(self) -> Sequence[int]:
-        """The process id of every rank, as that rank sees it."""
+        """The process id of every rank, as that rank sees it; after `meet`."""
         return self._pids
 
     def gather_records(self, record: dict[str, Any], doing: str) -> list[dict[str, Any]]:
@@ -189,8 +189,9 @@ class Group:
         return [rank for rank, pidfd in self._pidfds.items() if not _C.is_alive(pidfd)]
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Who `ranks` are, with their process ids."""
-        return ", ".join(f"{self.names[rank]} (pid {self._pids[rank]})" for rank in ranks)
+        """Who `ranks` are, with their process ids once they have met."""
+        pids = [f" (pid {pid})" for pid in self._pids] or [""] * self.num_ranks
+        return ", ".join(self.names[rank] + pids[rank] for rank in ranks)
 
     def close(self) -> None:
         """Stops watching. Local."""
