@@ -143,7 +143,7 @@ class Buffer:
             checks.check_weights("topk_weights", topk_weights, tuple(idx.shape), idx.device)
             if not isinstance(self.config.policy, Capacity):
                 return idx, None
-            return idx, topk_weights.detach().to(torch.float32).cpu().contiguous()
+            return idx, topk_weights.detach().to(torch.float32).cpu().contiguous().resolve_neg()
 
         idx, weights = self._calls.checked("plan", check)
         return self._calls.plan(idx, weights)

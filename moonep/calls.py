@@ -121,14 +121,14 @@ class Calls:
 
     def run_dispatch_backward(self, plan: Plan, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> Collected:
         call = self._call("dispatch's backward", plan)
-        rows, scalars = grad_rows.contiguous().cpu(), grad_weights.contiguous().cpu()
+        rows, scalars = grad_rows.contiguous().resolve_neg().cpu(), grad_weights.contiguous().resolve_neg().cpu()
         collected = self._run(call, lambda call: self.transport.collect(call, plan, rows, None, scalars))
         return _collected_to(collected, grad_rows.device)
 
     def run_combine_backward(
         self, plan: Plan, grad_y: torch.Tensor, row_weights: torch.Tensor | None, rows: torch.Tensor | None
     ) -> Spread:
-        call, dense = self._call("combine's backward", plan), grad_y.contiguous().cpu()
+        call, dense = self._call("combine's backward", plan), grad_y.contiguous().resolve_neg().cpu()
         weights, other = _to(row_weights, _CPU), _to(rows, _CPU)
         spread = self._run(call, lambda call: self.transport.spread_scaled(call, plan, dense, weights, other))
         return _spread_to(spread, grad_y.device)

@@ -153,7 +153,7 @@ def check_idx(topk_idx: object, config: BufferConfig) -> torch.Tensor:
         raise ValueError(f"topk_idx: expected shape [T, {config.top_k}], got {list(topk_idx.shape)}")
     if topk_idx.shape[0] > config.max_tokens:
         raise ValueError(f"topk_idx: expected at most max_tokens = {config.max_tokens} tokens, got {topk_idx.shape[0]}")
-    return topk_idx
+    return topk_idx.resolve_neg()
 
 
 def check_weights(name: str, weights: object, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -167,6 +167,11 @@ def check_weights(name: str, weights: object, shape: tuple[int, ...], device: to
     if weights.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, where the rows are, got {weights.device}")
     return weights
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """As native code reads memory: without gaps, and with no negation left to the reader (torch's negative bit)."""
+    return tensor.contiguous().resolve_neg()
 
 
 def check_rows(name: str, rows: object, num_rows: int, what: str, config: BufferConfig) -> torch.Tensor:
@@ -188,9 +193,9 @@ def check_dispatch(
     rows = check_rows("x", x, num_tokens, "the plan's tokens x hidden", config)
     shape = (num_tokens, config.top_k)
     if topk_weights is None:
-        return rows.contiguous(), torch.ones(shape, device=rows.device)
+        return _dense(rows), torch.ones(shape, device=rows.device)
     weights = check_weights("topk_weights", topk_weights, shape, rows.device)
-    return rows.contiguous(), weights.to(torch.float32).contiguous()
+    return _dense(rows), _dense(weights.to(torch.float32))
 
 
 def check_combine(
@@ -199,9 +204,9 @@ def check_combine(
     """combine's rows [N, H] and weights [N] or None, likewise."""
     rows = check_rows("expert_out", expert_out, num_rows, "the plan's rows x hidden", config)
     if weights is None:
-        return rows.contiguous(), None
+        return _dense(rows), None
     row_weights = check_weights("weights", weights, (num_rows,), rows.device)
-    return rows.contiguous(), row_weights.to(torch.float32).contiguous()
+    return _dense(rows), _dense(row_weights.to(torch.float32))
 
 
 def check_tensors(tensors: tuple[object, ...], num_local_experts: int) -> None:

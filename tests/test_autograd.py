@@ -193,6 +193,31 @@ def test_transposed_gradient(ep: moonep.Buffer) -> None:
     assert torch.equal(x.grad, routes * weight)
 
 
+def test_negative_views_are_read_as_what_they_stand_for(ep: moonep.Buffer) -> None:
+    """torch marks some tensors as negated (`torch._neg_view`, the imaginary part of a conjugate) and leaves memory."""
+    idx, target = routing(), integers(T, H, seed=3)
+    found = []
+    for negated in (torch.neg, torch._neg_view):
+        x, weights, _ = leaves()
+        plan = ep.plan(negated(-idx))
+        recv = ep.dispatch(negated(x), plan, negated(weights))
+        y = ep.combine(negated(recv.x), plan, negated(recv.weights))
+        y.backward(negated(target))
+        grads = [x.grad, weights.grad]
+        recv = ep.dispatch(x, plan, weights)
+        torch.autograd.backward([recv.x, recv.weights], [negated(recv.x.detach()), negated(recv.weights.detach())])
+        found.append([plan.dst_row, recv.x, recv.weights, y, *grads, x.grad, weights.grad])
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_dropping_reads_negative_views() -> None:
+    weights = integers(T, K, seed=1)
+    with make_buffer(policy=moonep.Capacity(0.5)) as ep:
+        dropped = [ep.plan(routing(), negated(weights)).dst_row for negated in (torch.neg, torch._neg_view)]
+    assert torch.equal(*dropped)
+
+
 def test_one_plan_twice(ep: moonep.Buffer) -> None:
     """Two layers on one plan in one graph, the second on what the first gave."""
     idx, ours, theirs = routing(), leaves(), leaves()
