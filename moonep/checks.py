@@ -20,6 +20,7 @@ __all__ = [
     "check_rows",
     "check_tensors",
     "check_weights",
+    "dense",
     "is_time_limit",
 ]
 
@@ -169,7 +170,7 @@ def check_weights(name: str, weights: object, shape: tuple[int, ...], device: to
     return weights
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     """As native code reads memory: without gaps, and with no negation left to the reader (torch's negative bit)."""
     return tensor.contiguous().resolve_neg()
 
@@ -193,9 +194,9 @@ def check_dispatch(
     rows = check_rows("x", x, num_tokens, "the plan's tokens x hidden", config)
     shape = (num_tokens, config.top_k)
     if topk_weights is None:
-        return _dense(rows), torch.ones(shape, device=rows.device)
+        return dense(rows), torch.ones(shape, device=rows.device)
     weights = check_weights("topk_weights", topk_weights, shape, rows.device)
-    return _dense(rows), _dense(weights.to(torch.float32))
+    return dense(rows), dense(weights.to(torch.float32))
 
 
 def check_combine(
@@ -204,9 +205,9 @@ def check_combine(
     """combine's rows [N, H] and weights [N] or None, likewise."""
     rows = check_rows("expert_out", expert_out, num_rows, "the plan's rows x hidden", config)
     if weights is None:
-        return _dense(rows), None
+        return dense(rows), None
     row_weights = check_weights("weights", weights, (num_rows,), rows.device)
-    return _dense(rows), _dense(row_weights.to(torch.float32))
+    return dense(rows), dense(row_weights.to(torch.float32))
 
 
 def check_tensors(tensors: tuple[object, ...], num_local_experts: int) -> None:

@@ -183,7 +183,9 @@ def _combine_backward(
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     calls, plan = _behind(key)
-    grad_rows, dots, _ = calls.run_combine_backward(plan, grad_y, row_weights, rows)
+    # Saved as they were given: with any strides.
+    dense_weights, dense_rows = (None if each is None else checks.dense(each) for each in (row_weights, rows))
+    grad_rows, dots, _ = calls.run_combine_backward(plan, grad_y, dense_weights, dense_rows)
     return grad_rows, grad_y.new_empty(0, dtype=torch.float32) if dots is None else dots
 
 

@@ -125,6 +125,20 @@ def test_plain_sum(ep: moonep.Buffer) -> None:
     assert torch.equal(leaf.grad, other.grad)
 
 
+def test_inputs_with_gaps(ep: moonep.Buffer) -> None:
+    """What is saved for backward keeps its strides."""
+    plan, _, _ = routed(ep)
+    combine = torch.compile(lambda rows, plan, weights: ep.combine(rows, plan, weights), backend="aot_eager")
+    grads = []
+    for function in (ep.combine, combine):
+        rows = torch.randn(H, plan.num_rows, generator=torch.Generator().manual_seed(1)).t().requires_grad_()
+        weights = torch.linspace(0, 1, 2 * plan.num_rows)[::2].requires_grad_()
+        y = function(rows, plan, weights)
+        grads.append([y, *torch.autograd.grad(y.square().sum(), [rows, weights])])
+    for eager, compiled in zip(*grads, strict=True):
+        assert torch.equal(eager, compiled)
+
+
 def test_backward_keeps_the_plan(ep: moonep.Buffer) -> None:
     dispatch = torch.compile(lambda x, plan: ep.dispatch(x, plan).x, backend="aot_eager", fullgraph=True)
     plan, x, _ = routed(ep)
