@@ -68,7 +68,8 @@ class Calls:
         try:
             return check()
         except Exception as error:
-            self._run(Call(verb, problem=error), self.transport.agree)
+            # On a thread of its own: torch.func's transforms, which may be what is wrong, stay on the caller's.
+            self._start(Call(verb, problem=error), self.transport.agree, async_op=True)()
             raise AssertionError("a call with a problem was agreed to") from error
 
     def plan(self, topk_idx: torch.Tensor, weights: torch.Tensor | None) -> Plan:

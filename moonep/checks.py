@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import torch
+from torch.autograd import forward_ad
 
 from moonep.config import DTYPES, BufferConfig
 from moonep.policy import OVERFLOWS, Balanced, Capacity, Home
@@ -137,10 +138,34 @@ def check_fits(config: BufferConfig, num_ranks: int, ranks_here: int, available_
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
+    """A tensor that is all that it seems to be: numbers in memory, at places that its strides tell."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        what = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ValueError(f"{name}: expected a strided tensor, got {what}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: expected a tensor on cpu or cuda, got {tensor.device}")
+    if not _has_memory(tensor):
+        raise ValueError(
+            f"{name}: expected a tensor with memory of its own, got a {type(tensor).__name__} without, as torch.func's "
+            "transforms and FakeTensorMode make them; they cannot look into MoonEP's verbs"
+        )
+    if _has_tangent(tensor):
+        raise ValueError(
+            f"{name}: expected a tensor without a tangent, got a dual tensor; verbs have no forward-mode derivatives"
+        )
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    if forward_ad._current_level < 0:  # outside of forward_ad.dual_level(): so the usual case costs nothing
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except Exception:  # torch has several kinds of error for it, and for some tensors a warning
+        return False
 
 
 def check_idx(topk_idx: object, config: BufferConfig) -> torch.Tensor:
@@ -163,6 +188,7 @@ def check_weights(name: str, weights: object, shape: tuple[int, ...], device: to
         raise TypeError(f"{name}: expected a tensor, got {type(weights).__name__}")
     if not weights.dtype.is_floating_point:
         raise TypeError(f"{name}: expected a floating dtype, got {weights.dtype}")
+    _check_memory(name, weights)
     if tuple(weights.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(weights.shape)}")
     if weights.device != device:
@@ -181,9 +207,9 @@ def check_rows(name: str, rows: object, num_rows: int, what: str, config: Buffer
         raise TypeError(f"{name}: expected a tensor, got {type(rows).__name__}")
     if rows.dtype != config.dtype:
         raise ValueError(f"{name}: expected the Buffer's dtype {config.dtype}, got {rows.dtype}")
+    _check_memory(name, rows)
     if tuple(rows.shape) != (num_rows, config.hidden):
         raise ValueError(f"{name}: expected shape [{num_rows}, {config.hidden}] ({what}), got {list(rows.shape)}")
-    _check_memory(name, rows)
     return rows
 
 

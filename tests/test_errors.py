@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import moonep
 from moonep import machine
@@ -56,6 +58,24 @@ def check_said(everyone: list[Said], kind: str, *parts: str) -> None:
 # ---- arguments ----
 
 
+def functional(call: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """`call` under a transform of torch.func."""
+    gradient: torch.Tensor = torch.func.grad(lambda each: call(each).sum())(tensor)
+    return gradient
+
+
+def dual(call: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """`call` on a tensor with a tangent."""
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    """Has all but the numbers."""
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
 def bad_call(ep: moonep.Buffer, plan: moonep.Plan, name: str) -> object:
     """Makes the call `name`, whose argument is wrong."""
     x, rows, weights = torch.randn(T, H), torch.randn(plan.num_rows, H), torch.rand(T, K)
@@ -74,6 +94,11 @@ def bad_call(ep: moonep.Buffer, plan: moonep.Plan, name: str) -> object:
         "idx 1-d": lambda: ep.plan(torch.zeros(K, dtype=torch.int64)),
         "idx T": lambda: ep.plan(torch.zeros(S + 1, K, dtype=torch.int64)),
         "idx device": lambda: ep.plan(idx.to("meta")),
+        "idx sparse": lambda: ep.plan(idx.to_sparse()),
+        "idx vmap": lambda: torch.func.vmap(lambda each: ep.plan(each).dst_row)(idx[None]),
+        "idx fake": lambda: ep.plan(fake(idx)),
+        "plan weights sparse": lambda: ep.plan(idx, weights.to_sparse()),
+        "plan weights fake": lambda: ep.plan(idx, fake(weights)),
         "plan weights shape": lambda: ep.plan(idx, torch.rand(T, K + 1)),
         "plan weights dtype": lambda: ep.plan(idx, idx),
         "x dtype": lambda: ep.dispatch(x.double(), plan),
@@ -81,20 +106,35 @@ def bad_call(ep: moonep.Buffer, plan: moonep.Plan, name: str) -> object:
         "x T": lambda: ep.dispatch(torch.randn(T + 1, H), plan),
         "x 1-d": lambda: ep.dispatch(torch.randn(H), plan),
         "x device": lambda: ep.dispatch(x.to("meta"), plan),
+        "x sparse": lambda: ep.dispatch(x.to_sparse(), plan),
+        "x nested": lambda: ep.dispatch(torch.nested.nested_tensor([x]), plan),
+        "x grad": lambda: functional(lambda each: ep.dispatch(each, plan).x, x),
+        "x vmap": lambda: torch.func.vmap(lambda each: ep.dispatch(each, plan).x)(x[None]),
+        "x functionalize": lambda: torch.func.functionalize(lambda each: ep.dispatch(each, plan).x)(x),
+        "x fake": lambda: ep.dispatch(fake(x), plan),
+        "x dual": lambda: dual(lambda each: ep.dispatch(each, plan).x, x),
         "x None": lambda: ep.dispatch(None, plan),
         "dispatch plan": lambda: ep.dispatch(x, idx),
         "topk_weights dtype": lambda: ep.dispatch(x, plan, idx),
         "topk_weights shape": lambda: ep.dispatch(x, plan, weights[:, :1]),
         "topk_weights device": lambda: ep.dispatch(x, plan, weights.to("meta")),
+        "topk_weights sparse": lambda: ep.dispatch(x, plan, weights.to_sparse()),
+        "topk_weights grad": lambda: functional(lambda each: ep.dispatch(x, plan, each).x, weights),
+        "topk_weights dual": lambda: dual(lambda each: ep.dispatch(x, plan, each).weights, weights),
         "topk_weights list": lambda: ep.dispatch(x, plan, weights.tolist()),
         "expert_out dtype": lambda: ep.combine(rows.half(), plan),
         "expert_out N": lambda: ep.combine(torch.randn(plan.num_rows + 1, H), plan),
         "expert_out H": lambda: ep.combine(torch.randn(plan.num_rows, 1), plan),
         "expert_out device": lambda: ep.combine(rows.to("meta"), plan),
+        "expert_out grad": lambda: functional(lambda each: ep.combine(each, plan), rows),
+        "expert_out dual": lambda: dual(lambda each: ep.combine(each, plan), rows),
         "expert_out list": lambda: ep.combine([], plan),
         "combine plan": lambda: ep.combine(rows, None),
         "weights dtype": lambda: ep.combine(rows, plan, row_weights.long()),
         "weights shape": lambda: ep.combine(rows, plan, weights),
+        "weights sparse": lambda: ep.combine(rows, plan, row_weights.to_sparse()),
+        "weights fake": lambda: ep.combine(rows, plan, fake(row_weights)),
+        "weights dual": lambda: dual(lambda each: ep.combine(rows, plan, each), row_weights),
         "weights device": lambda: ep.combine(rows, plan, row_weights.to("meta")),
     }
     return calls[name]()
@@ -134,6 +174,26 @@ BAD_ARGUMENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "weights dtype": ("combine", "TypeError", ("weights", "floating", "torch.int64")),
     "weights shape": ("combine", "ValueError", ("weights", "expected shape", "[4, 2]")),
     "weights device": ("combine", "ValueError", ("weights", "cpu", "meta")),
+    "idx sparse": ("plan", "ValueError", ("topk_idx", "strided", "sparse")),
+    "idx vmap": ("plan", "ValueError", ("topk_idx", "memory of its own")),
+    "idx fake": ("plan", "ValueError", ("topk_idx", "memory of its own", "FakeTensor")),
+    "plan weights sparse": ("plan", "ValueError", ("topk_weights", "strided", "sparse")),
+    "plan weights fake": ("plan", "ValueError", ("topk_weights", "memory of its own")),
+    "x sparse": ("dispatch", "ValueError", ("x: ", "strided", "sparse")),
+    "x nested": ("dispatch", "ValueError", ("x: ", "strided", "nested")),
+    "x grad": ("dispatch", "ValueError", ("x: ", "memory of its own")),
+    "x vmap": ("dispatch", "ValueError", ("x: ", "memory of its own")),
+    "x functionalize": ("dispatch", "ValueError", ("x: ", "memory of its own")),
+    "x fake": ("dispatch", "ValueError", ("x: ", "memory of its own")),
+    "x dual": ("dispatch", "ValueError", ("x: ", "tangent")),
+    "topk_weights sparse": ("dispatch", "ValueError", ("topk_weights", "strided", "sparse")),
+    "topk_weights grad": ("dispatch", "ValueError", ("topk_weights", "memory of its own")),
+    "topk_weights dual": ("dispatch", "ValueError", ("topk_weights", "tangent")),
+    "expert_out grad": ("combine", "ValueError", ("expert_out", "memory of its own")),
+    "expert_out dual": ("combine", "ValueError", ("expert_out", "tangent")),
+    "weights sparse": ("combine", "ValueError", ("weights", "strided", "sparse")),
+    "weights fake": ("combine", "ValueError", ("weights", "memory of its own")),
+    "weights dual": ("combine", "ValueError", ("weights", "tangent")),
 }
 
 
@@ -184,25 +244,6 @@ def test_bad_arguments_alone(pool1: Any) -> None:
     check_bad_calls_alone = pool1.run(make_bad_calls, "local", 0, list(BAD_ARGUMENTS))
     for name, (verb, kind, parts) in BAD_ARGUMENTS.items():
         check_said([check_bad_calls_alone[0][name]], kind, f"{verb}: rank 0: ", *parts)
-
-
-def sparse_arguments(rank: int, transport: str) -> list[Said]:
-    with moonep.Buffer(transport=transport, **SETTINGS) as ep:
-        plan = ep.plan(good_idx())
-        x = torch.randn(T, H)
-        found = [
-            said(lambda: ep.plan(good_idx().to_sparse() if rank == 1 else good_idx())),
-            said(lambda: ep.dispatch(x.to_sparse() if rank == 1 else x, plan)),
-        ]
-        works(ep)
-    return found
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sparse_tensors(pool2: Any, transport: str) -> None:
-    found = pool2.run(sparse_arguments, transport)
-    for name, everyone in zip(("topk_idx", "x"), zip(*found, strict=True), strict=True):
-        check_said(list(everyone), "ValueError", "rank 1", name, "strided", "sparse")
 
 
 def two_bad_ranks(rank: int, transport: str) -> Said:
