@@ -7,10 +7,18 @@
 
 namespace moonep {
 
+// GCC before 11, and clang for longer, do not know "f16c"; every processor with AVX2 has it, only a hypervisor may not
+// say so.
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#define MOONEP_HAS_F16C __builtin_cpu_supports("f16c")
+#else
+#define MOONEP_HAS_F16C true
+#endif
+
 const RowKernels* avx2_kernels() {
 #if defined(__AVX2__)
   static const RowKernels kernels = MOONEP_ROW_KERNELS("avx2");
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? &kernels : nullptr;
+  return __builtin_cpu_supports("avx2") && MOONEP_HAS_F16C ? &kernels : nullptr;
 #else
   return nullptr;
 #endif
