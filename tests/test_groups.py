@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moonep
 from moonep import reference
+from moonep.transport.group import Group
 
 TRANSPORTS = ("shm", "collective")
 T, K, H, E = 10, 2, 12, 6
@@ -47,6 +48,27 @@ def step_equals_reference(ep: moonep.Buffer, group: Any, seed: int) -> None:
     assert torch.equal(recv.x, ref_recv.x)
     assert torch.equal(y, ref_y)
     assert torch.equal(grad, x.grad)
+
+
+# ---- what ranks tell each other ----
+
+
+def long_records(rank: int) -> None:
+    """Ranks say more than fits, in characters of 1, 6 and 12 bytes: what is sent has one size nevertheless."""
+    group = Group(dist.group.WORLD, 20.0)
+    for keys in (("text",), tuple("abcdefghijkl")):
+        for character in ("x", "\n", "é", "\0", "😀", "\ud800"):
+            mine = dict.fromkeys(keys, character * (5000 if rank == 0 else 2))
+            long, short = group.gather_records(mine, "a test")
+            assert short == dict.fromkeys(keys, character * 2)
+            for text in long.values():
+                assert text == character * len(text)
+                assert len(text) > 4096 // len(keys) // 12 // 2
+    group.close()
+
+
+def test_long_records(pool2: Any) -> None:
+    pool2.run(long_records)
 
 
 # ---- subgroups ----

@@ -386,6 +386,22 @@ def test_what_cannot_be_had_is_an_error_and_leaks_nothing(
         pass
 
 
+SIGNALLED = """
+import signal
+from moonep import _C
+signal.signal(signal.SIGALRM, lambda number, frame: None)
+signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+_C.SharedGroup(0, 1, 64 << 20).close()
+print("made")
+"""
+
+
+def test_a_timer_that_ticks_does_not_keep_memory_from_being_reserved() -> None:
+    """On some kernels every signal undoes what was reserved since they were asked."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "made\n", done.stderr
+
+
 def test_a_peer_that_cannot_be_mapped_leaks_nothing() -> None:
     groups = [_C.SharedGroup(rank, 2, 32 << 20) for rank in range(2)]
     with limited(resource.RLIMIT_AS, address_space_bytes() + (16 << 20)):

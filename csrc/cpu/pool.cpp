@@ -55,10 +55,15 @@ std::unique_ptr<Pool::Block> Pool::take(size_t bytes) {
   return std::make_unique<Block>(shared_from_this(), piece.data, bytes, piece.capacity);
 }
 
-void Pool::give_back(void* data, size_t capacity) {
+void Pool::give_back(void* data, size_t capacity) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   used_bytes_ -= capacity;
-  free_.push_back({data, capacity});
+  try {
+    free_.push_back({data, capacity});
+  } catch (const std::bad_alloc&) {  // no room to note it: this is called by a destructor, and must not fail
+    munmap(data, capacity);
+    return;
+  }
   free_bytes_ += capacity;
   if (closed_) trim(0);
 }

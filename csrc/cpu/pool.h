@@ -41,7 +41,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     void* data;
     size_t capacity;
   };
-  void give_back(void* data, size_t capacity);
+  void give_back(void* data, size_t capacity) noexcept;
   void trim(size_t keep);
 
   mutable std::mutex mutex_;

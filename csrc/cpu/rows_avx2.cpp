@@ -7,8 +7,7 @@
 
 namespace moonep {
 
-// GCC before 11, and clang for longer, do not know "f16c"; every processor with AVX2 has it, only a hypervisor may not
-// say so.
+// GCC before 11 does not know "f16c", nor do some versions of clang; every processor with AVX2 has it.
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #define MOONEP_HAS_F16C __builtin_cpu_supports("f16c")
 #else

@@ -35,6 +35,11 @@ constexpr int kSpins = 100;
 constexpr int64_t kYieldNs = 1000 * 1000;
 constexpr int64_t kSleepNs = 20 * 1000 * 1000;  // then look whether the peer still lives
 
+// On some kernels a signal undoes the part of a reservation that is at work. Parts so small get through between the
+// ticks of a timer, and so many tries of each end some time.
+constexpr size_t kReserveBytes = size_t{1} << 20;
+constexpr int kReserveTries = 1000;
+
 int64_t now_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -53,6 +58,16 @@ std::string reason(const char* what) { return std::string(what) + ": " + std::st
 
 // The flags are unsigned and wrap: a is at or after b when their difference is small.
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+// Whether all of the file has memory now; errno says why not.
+bool reserve(int fd, size_t bytes) {
+  for (size_t done = 0; done < bytes; done += kReserveBytes) {
+    int tries = 0;
+    while (fallocate(fd, 0, done, std::min(kReserveBytes, bytes - done)) != 0)
+      if (errno != EINTR || ++tries == kReserveTries) return false;
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -85,11 +100,7 @@ SharedGroup::SharedGroup(int64_t rank, int64_t ranks, size_t staging_bytes)
     fchmod(fd_, 0600);
     if (ftruncate(fd_, segment_bytes_) != 0) throw std::runtime_error(reason("ftruncate"));
     // Reserved now, so that no later touch can raise SIGBUS; sealed, so that no peer can shrink it under us.
-    int failed;
-    do {
-      failed = fallocate(fd_, 0, 0, segment_bytes_);
-    } while (failed != 0 && errno == EINTR);
-    if (failed != 0) throw std::runtime_error(reason("reserving shared memory"));
+    if (!reserve(fd_, segment_bytes_)) throw std::runtime_error(reason("reserving shared memory"));
     if (fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
       throw std::runtime_error(reason("sealing shared memory"));
     void* base = mmap(nullptr, segment_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);

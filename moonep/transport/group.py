@@ -86,8 +86,8 @@ class Group:
 
     def gather_records(self, record: dict[str, Any], doing: str) -> list[dict[str, Any]]:
         """A small JSON object of texts and numbers from every rank; long texts are cut. Collective."""
-        longest = FIRST_BYTES // (8 * len(record))  # a character takes up to 6 bytes, a key some
-        short = {key: value[:longest] if isinstance(value, str) else value for key, value in record.items()}
+        most_bytes = 3 * FIRST_BYTES // (4 * len(record))  # the rest is for keys and numbers
+        short = {key: _cut(value, most_bytes) if isinstance(value, str) else value for key, value in record.items()}
         gathered = self.all_gather_first(_RECORD, json.dumps(short).encode(), doing)
         return [json.loads(each.rstrip(b"\0")) for each in gathered]
 
@@ -97,6 +97,7 @@ class Group:
         `kind` says what this rank is about; TransportError when others say otherwise. All these exchanges have one
         size, because gloo ends the process when sizes differ.
         """
+        assert len(data) <= FIRST_BYTES
         gathered = self.all_gather(kind + data.ljust(FIRST_BYTES, b"\0"), doing)
         for name, each in zip(self.names, gathered, strict=True):
             if each[: len(kind)] != kind:
@@ -196,6 +197,14 @@ class Group:
     def close(self) -> None:
         """Stops watching. Local."""
         self._close_pidfds()
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    """The beginning of `text` that JSON holds in so many bytes; a character takes 1 to 12."""
+    text = text[:most_bytes]
+    while len(json.dumps(text)) > most_bytes:
+        text = text[: -1 - len(text) // 16]
+    return text
 
 
 def _random_number() -> int:
