@@ -16,12 +16,13 @@ from click.testing import CliRunner
 import moonep
 from moonep import reference
 from moonep.bench import plot
-from moonep.bench.command import make_settings
-from moonep.bench.config import Case, Settings, make_inputs
+from moonep.bench.config import Case, Settings
 from moonep.bench.floor import copy_bytes_per_sec, step_floor_secs
+from moonep.bench.inputs import make_inputs
 from moonep.bench.methods import AnyPlan, make_method
+from moonep.bench.options import check_files, make_settings
 from moonep.bench.results import CaseResult, Traffic, case_result, median_interval, traffic
-from moonep.bench.table import FOOTNOTE, case_table, configuration, json_lines
+from moonep.bench.table import FOOTNOTE, _digits, case_table, configuration, json_lines, missed_maxvio
 from moonep.bench.timing import PHASES, STEP, TRAIN_STEP, Samples
 from moonep.bench.verify import VerificationError, verify
 from moonep.cli import main
@@ -105,9 +106,15 @@ def test_ranks_must_be_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "8,x"], "'8,x' is not t"),
-        (["--tokens", "0"], "0 is less than 1"),
-        (["--maxvio", "nan"], "nan is less than 0"),
+        (["--tokens", "8,x"], "'8,x': expected whole numbers separated by commas, such as 128,512"),
+        (["--tokens", "1e3"], "'1e3': expected whole numbers separated by commas, such as 128,512"),
+        (["--tokens", "-1"], "-1: expected at least 0"),
+        (["--maxvio", "0.5;1"], "'0.5;1': expected numbers separated by commas, such as 0.5,1"),
+        (["--maxvio", "nan"], "nan: expected at least 0"),
+        (["--hidden", "2000000000"], "--tokens 512, --hidden 2000000000: max_tokens: 512 tokens want"),
+        (["--json", "missing/figures.jsonl"], "--json: missing/figures.jsonl: there is no directory missing"),
+        (["--json", "."], "--json: .: expected a file, got a directory"),
+        (["--plot", "missing/picture.png"], "--plot: missing/picture.png: there is no directory missing"),
         (["--trace", "missing.npz"], "missing.npz"),
         (["--plot", "picture.pdf"], "picture.pdf"),
         (["--transport", "nccl"], "nccl"),
@@ -118,6 +125,25 @@ def test_command_says_what_is_wrong(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+WITHOUT_TORCH = """
+import sys
+from click.testing import CliRunner
+from moonep.cli import main
+for arguments in (["--json", "missing/x"], ["--plot", "x.pdf"], ["--transport", "nccl"], ["--trace", "missing.npz"],
+                  ["--trace", "pydoc", "--maxvio", "1"], ["--topk", "897"], ["--maxvio", "56"]):
+    result = CliRunner().invoke(main, ["bench", *arguments])
+    assert result.exit_code == 2, (arguments, result.output)
+print("torch" in sys.modules)
+"""
+
+
+def test_wrong_options_are_refused_before_torch_is_loaded() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], env={**os.environ, "PYTHONPATH": SITE}, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["trace"]])
@@ -232,6 +258,50 @@ def test_table_fits_80_columns() -> None:
         assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "-"),
+        (1.2e-9, "1.2e-09"),
+        (0.00012345, "0.000123"),
+        (0.5, "0.500"),
+        (1.234, "1.23"),
+        (99.96, "100.0"),
+        (123.4, "123"),
+        (99359.5, "99400"),
+        (1e12, "1.0e+12"),
+    ],
+)
+def test_digits(value: float, text: str) -> None:
+    assert _digits(value) == text
+
+
+def test_small_cases_are_not_shown_as_nothing() -> None:
+    settings = settings_with(hidden=1, iterations=1)
+    assert "1 block of each of" in configuration(settings)
+    samples = {name: Samples(5, {phase: [40.0] for phase in (*PHASES, STEP)}) for name in settings.methods}
+    moved = Traffic(routed_rows=1.0, remote_rows=0.0, crossings=0.0, slowest_rows=1, maxvio=15.0)
+    table = case_table(settings, case_result(settings, Case(1, 1.0), moved, 1e9, samples))
+    assert "0.00 " not in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert "-" in table.splitlines()[-1].split()  # nothing crossed
+
+
+@pytest.mark.parametrize(
+    ("asked", "achieved", "rows", "missed"),
+    [(1.0, 1.09, 8, False), (1.0, 1.2, 8, True), (0.0, 0.04, 8, False), (0.0, 3.0, 8, True), (1.0, 0.0, 0, False)],
+)
+def test_asked_and_achieved_imbalance(asked: float, achieved: float, rows: int, missed: bool) -> None:
+    settings = settings_with()
+    samples = {name: Samples(5, {phase: [0.1] for phase in (*PHASES, STEP)}) for name in settings.methods}
+    moved = Traffic(float(rows), 0.0, 0.0, rows, achieved)
+    result = case_result(settings, Case(8, asked), moved, 1e9, samples)
+    said = f"maxvio asked {asked:g}, achieved {f'{achieved:.2f}' if rows else '-'}"
+    assert said in case_table(settings, result).splitlines()[0]
+    assert bool(missed_maxvio(result)) == missed
+    assert {json.loads(line)["maxvio_asked"] for line in json_lines(settings, result)} == {asked}
+
+
 def test_floor_is_a_copy() -> None:
     assert step_floor_secs(1000, 32, 64e3) == 0.5
 
@@ -316,15 +386,33 @@ def test_plot(tmp_path: Path, suffix: str, tokens: tuple[int, ...]) -> None:
     pytest.importorskip("matplotlib")
     settings = settings_with(tokens=tokens, backward=True)
     path = tmp_path / f"picture{suffix}"
-    plot.check(str(path))
+    check_files(None, str(path))
     plot.draw(settings, [made_up_result(settings)] * len(tokens), str(path))
     assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+
+
+@pytest.mark.parametrize("tokens", [(0,), (0, 25)])
+def test_plot_begins_near_what_was_measured(
+    tmp_path: Path, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, path: drawn.append(figure.axes[0].get_ylim()))
+    settings = settings_with(tokens=tokens)
+    samples = {name: Samples(5, {phase: [0.04] for phase in (*PHASES, STEP)}) for name in settings.methods}
+    results = [
+        case_result(settings, Case(num_tokens, 1.0), Traffic(0.0, 0.0, 0.0, num_tokens, 0.0), 1e9, samples)
+        for num_tokens in tokens
+    ]
+    plot.draw(settings, results, str(tmp_path / "picture.png"))
+    ((lowest, highest),) = drawn
+    assert 1 < lowest < 40 < highest  # floors are far below: at most 0.0008 ms
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"matplotlib.*moonep\[plot\]"):
-        plot.check("picture.png")
+        check_files(None, "picture.png")
 
 
 # ---- all of it ----
@@ -353,10 +441,19 @@ def test_run(tmp_path: Path) -> None:
             assert line["times_floor"] == pytest.approx(line["p50_secs"] / line["floor_secs"])
 
 
+def test_run_without_tokens() -> None:
+    result = CliRunner().invoke(main, ["bench", *SMALL, "--tokens", "0"])
+    assert result.exit_code == 0, result.output
+    assert "T 0, routing lognormal: maxvio asked 1, achieved -" in result.output
+    assert "warning" not in result.output
+    assert "nan" not in result.output
+
+
 def test_run_on_one_rank() -> None:
     result = CliRunner().invoke(main, ["bench", *SMALL, "--tokens", "16", "--ranks", "1", "--dtype", "float32"])
     assert result.exit_code == 0, result.output
     assert "local" in result.output
+    assert "warning: T 16, --maxvio 1: the routing has" in result.output
 
 
 def test_run_under_torchrun(tmp_path: Path) -> None:

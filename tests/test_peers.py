@@ -16,9 +16,10 @@ import torch
 from click.testing import CliRunner
 
 from moonep import Received, reference
-from moonep.bench.command import make_settings
-from moonep.bench.config import Case, Peer, Settings, make_inputs
+from moonep.bench.config import Case, Peer, Settings
+from moonep.bench.inputs import make_inputs
 from moonep.bench.methods import make_method
+from moonep.bench.options import make_settings
 from moonep.bench.results import CaseResult
 from moonep.bench.run import measure_case
 from moonep.bench.table import case_table, configuration, json_lines

@@ -216,6 +216,6 @@ def test_command_summarises(tmp_path: Path) -> None:
 def test_command_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_text("")
     result = CliRunner().invoke(main, ["trace", str(tmp_path / "a.npz")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2  # as bench has it
     assert "not a trace" in result.output
     assert "Traceback" not in result.output

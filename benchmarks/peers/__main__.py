@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from benchmarks.peers import deepspeed, megatron, torchtitan
-from moonep.bench.command import bench, make_settings
+from moonep.bench.command import bench
 from moonep.bench.config import Peer
+from moonep.bench.options import check_files, make_settings
 from moonep.bench.verify import VerificationError
 from moonep.cli.bench import bench_command
 from moonep.errors import MoonEPError
@@ -53,6 +54,7 @@ def main(names: tuple[str, ...], json_path: str | None, **options: Any) -> None:
         click.echo("nothing to compare", err=True)
         sys.exit(2)
     try:
+        check_files(json_path, None)
         settings = make_settings(**options, backward=False)
         bench(replace(settings, peers=tuple(peers)), json_path, None)
     except (OSError, ValueError) as error:

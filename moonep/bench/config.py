@@ -1,20 +1,23 @@
-"""What is measured: the settings of a run, its cases, and the routing and tensors of each."""
+"""What is measured: the settings of a run, and its cases. Known before torch is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from moonep.testing import lognormal_routing, topk_weights
 from moonep.trace import Trace
 
-__all__ = ["DTYPES", "Case", "Inputs", "Peer", "Settings", "make_inputs"]
+__all__ = ["DTYPE_BYTES", "METHODS", "REFERENCE", "Case", "Peer", "Settings", "default_methods"]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_SEED = 0
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+REFERENCE = "reference"
+METHODS = (REFERENCE, "collective", "shm", "local")
+
+
+def default_methods(num_ranks: int) -> tuple[str, ...]:
+    """Those that work with so many ranks on one machine."""
+    return (REFERENCE, "local") if num_ranks == 1 else (REFERENCE, "collective", "shm")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Settings:
     @property
     def row_bytes(self) -> int:
         """One row in the payload dtype."""
-        return self.hidden * DTYPES[self.dtype].itemsize
+        return self.hidden * DTYPE_BYTES[self.dtype]
 
     def cases(self) -> Iterator[Case]:
         """Every T with every routing."""
@@ -70,29 +73,3 @@ class Case:
 
     num_tokens: int  # T of each rank
     maxvio: float | None  # of a lognormal routing; None: the trace
-
-
-class Inputs(NamedTuple):
-    """What a rank passes to every method."""
-
-    topk_idx: torch.Tensor  # [T, K]
-    topk_weights: torch.Tensor  # [T, K] float32
-    x: torch.Tensor  # [T, H]
-
-
-def make_inputs(settings: Settings, case: Case, rank: int) -> Inputs:
-    """The same for every method and in every run."""
-    num_tokens = case.num_tokens
-    if case.maxvio is None:
-        assert settings.trace is not None
-        idx, weights = settings.trace.slice_for(rank, settings.num_ranks, num_tokens)
-        topk_idx = torch.from_numpy(idx).long()
-    else:
-        all_idx = lognormal_routing(
-            settings.num_ranks * num_tokens, settings.num_experts, settings.top_k, case.maxvio, _SEED
-        )
-        topk_idx = torch.from_numpy(all_idx[rank * num_tokens : (rank + 1) * num_tokens])
-        weights = topk_weights(num_tokens, settings.top_k, _SEED + rank)
-    generator = torch.Generator().manual_seed(_SEED + rank)
-    x = torch.randn(num_tokens, settings.hidden, generator=generator).to(DTYPES[settings.dtype])
-    return Inputs(topk_idx, torch.from_numpy(weights), x)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import torch
 
 from moonep import Buffer, Home, Plan, Received, reference
-from moonep.bench.config import DTYPES, Case, Settings
+from moonep.bench.config import REFERENCE, Case, Settings
+from moonep.bench.inputs import DTYPES
+from moonep.config import BufferConfig
 
-__all__ = ["METHODS", "REFERENCE", "AnyPlan", "Method", "default_methods", "make_method"]
+__all__ = ["AnyPlan", "Method", "buffer_config", "make_method"]
 
-REFERENCE = "reference"
-METHODS = (REFERENCE, "collective", "shm", "local")
 POLICIES = {"home": Home()}
+_TIMEOUT_SECS = 60.0
 
 AnyPlan = Plan | reference.ReferencePlan
-
-
-def default_methods(num_ranks: int) -> tuple[str, ...]:
-    """Those that work with so many ranks on one machine."""
-    return (REFERENCE, "local") if num_ranks == 1 else (REFERENCE, "collective", "shm")
 
 
 class Method(Protocol):
@@ -60,19 +57,28 @@ class _Reference:
         pass
 
 
+def buffer_config(settings: Settings, case: Case, transport: str = "auto") -> BufferConfig:
+    """The Buffer's settings for a case."""
+    return BufferConfig(
+        num_experts=settings.num_experts,
+        top_k=settings.top_k,
+        hidden=settings.hidden,
+        max_tokens=max(1, case.num_tokens),
+        dtype=DTYPES[settings.dtype],
+        policy=POLICIES[settings.policy],
+        transport=transport,
+        expert_alignment=1,
+        combine_wire="float32",
+        timeout_secs=_TIMEOUT_SECS,
+    )
+
+
 class _Buffer:
     """A moonep.Buffer."""
 
     def __init__(self, settings: Settings, case: Case, transport: str):
-        self._ep = Buffer(
-            num_experts=settings.num_experts,
-            top_k=settings.top_k,
-            hidden=settings.hidden,
-            max_tokens=case.num_tokens,
-            dtype=DTYPES[settings.dtype],
-            policy=POLICIES[settings.policy],
-            transport=transport,
-        )
+        config = buffer_config(settings, case, transport)
+        self._ep = Buffer(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
     def plan(self, topk_idx: torch.Tensor) -> AnyPlan:
         return self._ep.plan(topk_idx)

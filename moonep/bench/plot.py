@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
+import math
 from typing import Any
 
 from moonep.bench.config import Settings
@@ -11,21 +11,11 @@ from moonep.bench.results import CaseResult, Figures
 from moonep.bench.table import routing_name
 from moonep.bench.timing import PHASES, STEP, TRAIN_STEP
 
-__all__ = ["check", "draw"]
+__all__ = ["draw"]
 
-_SUFFIXES = (".png", ".svg")
 _COLORS = {"reference": "#8c8c8c", "collective": "#e69f00", "shm": "#0072b2", "local": "#009e73"}
 _FLOOR_COLOR = "#b00020"
-
-
-def check(path: str) -> None:
-    """Raises ValueError when no picture can be drawn into the file `path`."""
-    if Path(path).suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"--plot: expected a file named *.png or *.svg, got {path}")
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'moonep[plot]'") from None
+_FLOORS_BELOW = 30  # a floor so many times below all that was measured is left out
 
 
 def draw(settings: Settings, results: list[CaseResult], path: str) -> None:
@@ -48,6 +38,7 @@ def draw(settings: Settings, results: list[CaseResult], path: str) -> None:
         panel.grid(axis="y", which="major", color="#dddddd")
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(bottom=_lowest_ms(results))
     panels[0].set_ylabel("ms, slowest rank, log scale")
     handles = dict(sorted(zip(*panels[0].get_legend_handles_labels()[::-1], strict=True), key=_floor_last))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
@@ -58,6 +49,14 @@ def draw(settings: Settings, results: list[CaseResult], path: str) -> None:
         fontsize=12,
     )
     figure.savefig(path)
+
+
+def _lowest_ms(results: list[CaseResult]) -> float:
+    """Where the axis begins: below all times, and below floors that are not too far from them."""
+    figures = [figures for result in results for figures in result.figures]
+    lowest_secs = min(each.p50_secs for each in figures)
+    floors = [each.floor_secs for each in figures if each.floor_secs and each.floor_secs * _FLOORS_BELOW > lowest_secs]
+    return min([lowest_secs, *floors]) * 1e3 / 1.5
 
 
 def _floor_last(item: tuple[str, Any]) -> bool:
@@ -108,9 +107,9 @@ def _lines(panel: Any, settings: Settings, results: list[CaseResult]) -> None:
         panel.errorbar(
             tokens, heights, _p95_errors(figures), marker="o", capsize=3, color=_COLORS[method], label=f"{method}, step"
         )
-    floors = [(_of(result, settings.methods[0], STEP).floor_secs or 0.0) * 1e3 for result in results]
+    floors = [(_of(result, settings.methods[0], STEP).floor_secs or math.nan) * 1e3 for result in results]
     panel.plot(tokens, floors, color=_FLOOR_COLOR, linestyle="dashed", label="floor: memory bandwidth")
-    panel.set_xscale("log", base=2)
+    panel.set_xscale("symlog", base=2, linthresh=1)  # T may be 0
     panel.set_xticks(tokens, [str(each) for each in tokens])
     panel.minorticks_off()
     panel.set_xlabel("T, tokens of a rank")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moonep.bench.config import Case, Inputs, Settings
+from moonep.bench.config import REFERENCE, Case, Settings
 from moonep.bench.floor import step_floor_secs
 from moonep.bench.group import gather
-from moonep.bench.methods import REFERENCE, AnyPlan
+from moonep.bench.inputs import Inputs
+from moonep.bench.methods import AnyPlan
 from moonep.bench.timing import PHASES, STEP, TRAIN_STEP, Samples
 from moonep.testing import maxvio
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from moonep.bench.config import Case, Settings, make_inputs
+from moonep.bench.config import REFERENCE, Case, Settings
 from moonep.bench.floor import copy_bytes_per_sec
-from moonep.bench.methods import REFERENCE, make_method
+from moonep.bench.inputs import make_inputs
+from moonep.bench.methods import make_method
 from moonep.bench.results import CaseResult, case_result, traffic
 from moonep.bench.timing import time_methods
 from moonep.bench.verify import verify, verify_peers
@@ -43,13 +44,13 @@ class _Progress:
 def measure_case(rank: int, settings: Settings, case: Case) -> CaseResult:
     """Checks, then times. Collective over the default group; the same result on every rank."""
     progress = _Progress(rank, case)
-    progress("making inputs")
-    inputs = make_inputs(settings, case, rank)
     with contextlib.ExitStack() as stack:
         methods = {}
         for name in (*settings.methods, *(peer.name for peer in settings.peers)):
             methods[name] = make_method(name, settings, case)
             stack.callback(methods[name].close)
+        progress("making inputs")  # after the Buffers, which refuse what does not fit the machine
+        inputs = make_inputs(settings, case, rank)
         progress("checking results against the reference")
         baseline = methods.get(REFERENCE) or make_method(REFERENCE, settings, case)
         ours = {name: methods[name] for name in settings.methods}

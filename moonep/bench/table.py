@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -10,7 +11,7 @@ from moonep.bench.config import Settings
 from moonep.bench.machine import machine, versions
 from moonep.bench.results import CaseResult, Figures
 
-__all__ = ["FOOTNOTE", "case_table", "configuration", "json_lines", "routing_name"]
+__all__ = ["FOOTNOTE", "case_table", "configuration", "json_lines", "missed_maxvio", "routing_name"]
 
 _COLUMNS = "{:<11}{:<9}{:>9}{:>9}{:>10}{:>10}{:>11}{:>10}"
 
@@ -38,22 +39,43 @@ def configuration(settings: Settings) -> str:
             f"{m['cpu']}, {m['cores']} cores{memory}, {m['system']}, {m['row_kernels']}",
             f"ranks {settings.num_ranks}, threads a rank {settings.threads}, policy {settings.policy}",
             f"experts {settings.num_experts}, top-k {settings.top_k}, hidden {settings.hidden}, {settings.dtype}",
-            f"{settings.rounds} blocks of each of: {', '.join(settings.methods)}; in turn",
+            f"{settings.rounds} block{'s' * (settings.rounds > 1)} of each of: {', '.join(settings.methods)}; in turn",
             *peers,
         )
     )
 
 
 def routing_name(settings: Settings, result: CaseResult) -> str:
-    """Where a case's routing comes from."""
-    return f"trace {settings.trace_name}" if result.case.maxvio is None else f"lognormal {result.case.maxvio:g}"
+    """Where a case's routing comes from, and how uneven it was to be."""
+    return _source(settings, result) + ("" if result.case.maxvio is None else f" {result.case.maxvio:g}")
+
+
+def _source(settings: Settings, result: CaseResult) -> str:
+    return f"trace {settings.trace_name}" if result.case.maxvio is None else "lognormal"
+
+
+def _achieved(result: CaseResult) -> str:
+    """The imbalance, beside what was asked for."""
+    achieved = f"{result.traffic.maxvio:.2f}" if result.traffic.routed_rows else "-"
+    return achieved if result.case.maxvio is None else f"asked {result.case.maxvio:g}, achieved {achieved}"
+
+
+def missed_maxvio(result: CaseResult) -> str:
+    """What to say when the routing is not as uneven as was asked for; empty when it is, or has no rows."""
+    asked, achieved = result.case.maxvio, result.traffic.maxvio
+    if asked is None or not result.traffic.routed_rows or abs(achieved - asked) <= max(0.1 * asked, 0.05):
+        return ""
+    return (
+        f"T {result.case.num_tokens}, --maxvio {asked:g}: the routing has {achieved:.2f}; few tokens are uneven by "
+        "chance, more --tokens come nearer"
+    )
 
 
 def case_table(settings: Settings, result: CaseResult) -> str:
     """One case: what it is, and a line for every phase of every method."""
     traffic = result.traffic
     lines = [
-        f"T {result.case.num_tokens}, routing {routing_name(settings, result)}: maxvio {traffic.maxvio:.2f}",
+        f"T {result.case.num_tokens}, routing {_source(settings, result)}: maxvio {_achieved(result)}",
         f"rows a rank: {traffic.routed_rows:.0f} sent, at most {traffic.slowest_rows} received; "
         f"tokens crossing: {traffic.crossings:.0f}",
         f"copy bandwidth {result.copy_bytes_per_sec / 1e9:.1f} GB/s a rank, all ranks at once",
@@ -71,7 +93,7 @@ def case_table(settings: Settings, result: CaseResult) -> str:
 
 def _line(figures: Figures, method: str) -> str:
     def rate(num_bytes: float | None) -> str:
-        return "" if num_bytes is None else f"{num_bytes / figures.p50_secs / 1e9:.2f}"
+        return "" if num_bytes is None else _digits(num_bytes / figures.p50_secs / 1e9)
 
     reference, floor_secs = figures.times_reference, figures.floor_secs
     return _COLUMNS.format(
@@ -81,9 +103,19 @@ def _line(figures: Figures, method: str) -> str:
         f"{figures.p95_secs * 1e3:.3f}",
         rate(figures.logical_bytes),
         rate(figures.wire_bytes),
-        "" if reference is None else f"{reference:.2f}",
-        "" if not floor_secs else f"{figures.p50_secs / floor_secs:.2f}",
+        "" if reference is None else _digits(reference),
+        "" if floor_secs is None else _digits(figures.p50_secs / floor_secs if floor_secs else 0.0),
     ).rstrip()
+
+
+def _digits(value: float) -> str:
+    """Three significant digits; "-" for 0, where there is nothing to relate."""
+    if value == 0:
+        return "-"
+    exponent = math.floor(math.log10(value))
+    if not -5 <= exponent <= 8:
+        return f"{value:.1e}"
+    return f"{round(value, 2 - exponent):.{max(0, 2 - exponent)}f}"
 
 
 def json_lines(settings: Settings, result: CaseResult) -> Iterator[str]:
@@ -98,6 +130,7 @@ def json_lines(settings: Settings, result: CaseResult) -> Iterator[str]:
         "dtype": settings.dtype,
         "policy": settings.policy,
         "routing": routing_name(settings, result),
+        "maxvio_asked": result.case.maxvio,
         "copy_bytes_per_sec": result.copy_bytes_per_sec,
         **asdict(result.traffic),
         "versions": versions() | {peer.package: peer.version for peer in settings.peers},

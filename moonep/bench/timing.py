@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moonep.bench.config import Inputs
 from moonep.bench.group import barrier, gather
+from moonep.bench.inputs import Inputs
 from moonep.bench.methods import Method
 
 __all__ = ["PHASES", "STEP", "TRAIN_STEP", "Samples", "time_methods"]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moonep.bench.config import Inputs, Peer
+from moonep.bench.config import REFERENCE, Peer
 from moonep.bench.group import gather
-from moonep.bench.methods import REFERENCE, AnyPlan, Method
+from moonep.bench.inputs import Inputs
+from moonep.bench.methods import AnyPlan, Method
 
 __all__ = ["VerificationError", "verify", "verify_peers"]
 

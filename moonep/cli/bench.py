@@ -11,10 +11,10 @@ __all__ = ["bench_command"]
 
 
 class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Items with commas between them, as a tuple."""
+    """Items with commas between them, as a tuple. `expected` says what, and what that looks like."""
 
-    def __init__(self, kind: Callable[[str], Any], name: str, least: float | None = None):
-        self._kind, self.name, self._least = kind, name, least
+    def __init__(self, kind: Callable[[str], Any], name: str, expected: str, least: float | None = None):
+        self._kind, self.name, self._expected, self._least = kind, name, expected, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
@@ -22,11 +22,11 @@ class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         try:
             items = tuple(self._kind(item.strip()) for item in str(value).split(","))
         except ValueError:
-            self.fail(f"{value!r} is not {self.name.lower()}", param, ctx)
+            self.fail(f"{value!r}: expected {self._expected}", param, ctx)
         if self._least is not None:
             for item in items:
-                if not float(item) >= self._least:
-                    self.fail(f"{item} is less than {self._least:g}", param, ctx)
+                if not float(item) >= self._least:  # also nan
+                    self.fail(f"{item}: expected at least {self._least:g}", param, ctx)
         return items
 
 
@@ -38,11 +38,15 @@ class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Ranks to start on this machine.  [default: one per GPU, at least 2]",
 )
 @click.option(
-    "--tokens", type=_Listed(int, "T,...", 1), default="512", show_default=True, help="Tokens of each rank; a list."
+    "--tokens",
+    type=_Listed(int, "T,...", "whole numbers separated by commas, such as 128,512", 0),
+    default="512",
+    show_default=True,
+    help="Tokens of each rank; a list.",
 )
 @click.option(
     "--maxvio",
-    type=_Listed(float, "X,...", 0),
+    type=_Listed(float, "X,...", "numbers separated by commas, such as 0.5,1", 0),
     default=(),
     help="Lognormal routing of this imbalance, max load / mean - 1, instead of a trace; a list.",
 )
@@ -62,7 +66,7 @@ class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.option("--policy", type=click.Choice(["home"]), default="home", show_default=True, help="Where rows may go.")
 @click.option(
     "--transport",
-    type=_Listed(str, "NAME,..."),
+    type=_Listed(str, "NAME,...", "names separated by commas, such as reference,shm"),
     default=(),
     help="Methods to compare; a list of reference, collective, shm, local (one rank).  [default: all that work]",
 )
@@ -87,13 +91,21 @@ def bench_command(json_path: str | None, plot_path: str | None, **options: Any) 
     bench). Checks every method's results against the reference before timing
     any, then prints a table for every combination of --tokens and routing.
     """
-    from moonep.bench.command import bench, make_settings
+    from moonep.bench.options import check_files, make_settings
+
+    try:
+        check_files(json_path, plot_path)
+        settings = make_settings(**options)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+
+    # Only now torch is loaded.
+    from moonep.bench.command import bench
     from moonep.bench.verify import VerificationError
     from moonep.errors import MoonEPError
     from moonep.testing import RankFailure
 
     try:
-        settings = make_settings(**options)
         bench(settings, json_path, plot_path)
     except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None

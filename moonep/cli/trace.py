@@ -19,7 +19,7 @@ def trace_command(file: str) -> None:
     try:
         trace = load_trace(file)
     except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+        raise click.UsageError(str(error)) from None
     click.echo(trace.description or "(no description)")
     click.echo(
         f"steps {trace.num_steps}, tokens {trace.num_tokens}, experts {trace.num_experts}, top-k {trace.top_k}; "
