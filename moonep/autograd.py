@@ -48,12 +48,26 @@ class Verbs(Protocol):
         """A combine has come: the next dispatch or replicate of the plan begins a step of its own."""
 
     def start_dispatch(
-        self, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, needs_grad: bool, *, async_op: bool
+        self,
+        plan: Plan,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        needs_grad: bool,
+        *,
+        async_op: bool,
+        zero_copy: bool,
     ) -> Callable[[], Spread]:
         """dispatch; what it gives waits for the result."""
 
     def start_combine(
-        self, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, needs_grad: bool, *, async_op: bool
+        self,
+        plan: Plan,
+        rows: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        needs_grad: bool,
+        *,
+        async_op: bool,
+        zero_copy: bool,
     ) -> Callable[[], Collected]:
         """combine; what it gives waits for the result."""
 
@@ -77,11 +91,13 @@ class Verbs(Protocol):
 
 
 def dispatch(
-    verbs: Verbs, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, async_op: bool = False
+    verbs: Verbs, plan: Plan, x: torch.Tensor, topk_weights: torch.Tensor, *, async_op: bool, zero_copy: bool
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Starts it; what it gives waits for the rows [N, H] and their weights [N], and hangs them on the graph."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
-    result = verbs.start_dispatch(plan, x.detach(), topk_weights.detach(), needs_grad, async_op=async_op)
+    result = verbs.start_dispatch(
+        plan, x.detach(), topk_weights.detach(), needs_grad, async_op=async_op, zero_copy=zero_copy
+    )
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
         rows, weights, agreement = result()
@@ -102,14 +118,14 @@ def dispatch(
 
 
 def combine(
-    verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, async_op: bool = False
+    verbs: Verbs, plan: Plan, rows: torch.Tensor, row_weights: torch.Tensor | None, *, async_op: bool, zero_copy: bool
 ) -> Callable[[], torch.Tensor]:
     """Starts it; what it gives waits for the sums [T, H], and hangs them on the graph."""
     weights = None if row_weights is None else row_weights.detach()
     needs_grad = torch.is_grad_enabled() and (
         rows.requires_grad or (row_weights is not None and row_weights.requires_grad)
     )
-    result = verbs.start_combine(plan, rows.detach(), weights, needs_grad, async_op=async_op)
+    result = verbs.start_combine(plan, rows.detach(), weights, needs_grad, async_op=async_op, zero_copy=zero_copy)
     version = 0 if rows.is_inference() else rows._version
 
     def finish() -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moonep import autograd, checks, ops
 from moonep.calls import Calls, Handle
 from moonep.config import BufferConfig
-from moonep.errors import ForeignPlanError
+from moonep.errors import ForeignPlanError, StaleViewError
 from moonep.plan import Plan, Received, first_expert
 from moonep.policy import Capacity, Home, Policy
 from moonep.transport import connect
@@ -155,16 +155,29 @@ class Buffer:
         plan: Plan,
         topk_weights: torch.Tensor | None = None,
         *,
+        zero_copy: bool = False,
         async_op: Literal[False] = False,
     ) -> Received: ...
 
     @overload
     def dispatch(
-        self, x: torch.Tensor, plan: Plan, topk_weights: torch.Tensor | None = None, *, async_op: Literal[True]
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        zero_copy: bool = False,
+        async_op: Literal[True],
     ) -> Handle[Received]: ...
 
     def dispatch(
-        self, x: torch.Tensor, plan: Plan, topk_weights: torch.Tensor | None = None, *, async_op: bool = False
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        zero_copy: bool = False,
+        async_op: bool = False,
     ) -> Received | Handle[Received]:
         """Carries tokens to their experts' ranks. Collective and differentiable.
 
@@ -172,6 +185,9 @@ class Buffer:
             x: [T, H] in the Buffer's dtype; may be a view with any strides.
             plan: of this Buffer.
             topk_weights: [T, K], any floating dtype; None: 1 for every route.
+            zero_copy: rows in memory of the transport, where it has some (shm): the next dispatch with zero_copy
+                overwrites them. From then on Received.x, the verbs and a backward that saved them raise
+                StaleViewError (autograd: its own error). The same on all ranks.
             async_op: give a handle at once, whose `wait()` gives the result. One operation is outstanding per
                 Buffer: any other verb completes it first. Until then its inputs must stay as they are.
 
@@ -180,18 +196,27 @@ class Buffer:
         """
 
         if torch.compiler.is_compiling():
-            if async_op or not self._calls.owns(plan):
-                received: Received = _uncompiled("dispatch")(self, x, plan, topk_weights, async_op=async_op)
+            if zero_copy or async_op or not self._calls.owns(plan):
+                received: Received = _uncompiled("dispatch")(
+                    self, x, plan, topk_weights, zero_copy=zero_copy, async_op=async_op
+                )
                 return received
             return Received(*ops.dispatch(plan, x, topk_weights))
 
         def check() -> tuple[torch.Tensor, torch.Tensor]:
             self._check_plan(plan)
-            return checks.check_dispatch(x, topk_weights, plan.num_tokens, self.config)
+            dense = checks.check_dispatch(x, topk_weights, plan.num_tokens, self.config)
+            self._check_valid("x", x)
+            return dense
 
         dense_x, dense_weights = self._calls.checked("dispatch", check)
-        finish = autograd.dispatch(self._calls, plan, dense_x, dense_weights, async_op)
-        return Handle(lambda: Received(*finish())) if async_op else Received(*finish())
+        finish = autograd.dispatch(self._calls, plan, dense_x, dense_weights, async_op=async_op, zero_copy=zero_copy)
+
+        def received_rows() -> Received:
+            rows, row_weights = finish()
+            return _Lent(rows, row_weights, self) if zero_copy else Received(rows, row_weights)
+
+        return Handle(received_rows) if async_op else received_rows()
 
     @overload
     def combine(
@@ -200,16 +225,29 @@ class Buffer:
         plan: Plan,
         weights: torch.Tensor | None = None,
         *,
+        zero_copy: bool = False,
         async_op: Literal[False] = False,
     ) -> torch.Tensor: ...
 
     @overload
     def combine(
-        self, expert_out: torch.Tensor, plan: Plan, weights: torch.Tensor | None = None, *, async_op: Literal[True]
+        self,
+        expert_out: torch.Tensor,
+        plan: Plan,
+        weights: torch.Tensor | None = None,
+        *,
+        zero_copy: bool = False,
+        async_op: Literal[True],
     ) -> Handle[torch.Tensor]: ...
 
     def combine(
-        self, expert_out: torch.Tensor, plan: Plan, weights: torch.Tensor | None = None, *, async_op: bool = False
+        self,
+        expert_out: torch.Tensor,
+        plan: Plan,
+        weights: torch.Tensor | None = None,
+        *,
+        zero_copy: bool = False,
+        async_op: bool = False,
     ) -> torch.Tensor | Handle[torch.Tensor]:
         """Brings results home and sums them. Collective and differentiable.
 
@@ -220,6 +258,8 @@ class Buffer:
             expert_out: [N, H] in the Buffer's dtype, rows as `dispatch` gave them. Padding rows are not read.
             plan: of this Buffer.
             weights: [N], as `dispatch` gave them; None: the plain sum.
+            zero_copy: when `expert_out` of all ranks is what `dispatch` with zero_copy gave (changed in place, as by
+                experts that write there), homes read it where it is. The same on all ranks.
             async_op: give a handle at once, as in `dispatch`.
 
         Returns:
@@ -227,17 +267,21 @@ class Buffer:
         """
 
         if torch.compiler.is_compiling():
-            if async_op or not self._calls.owns(plan):
-                y: torch.Tensor = _uncompiled("combine")(self, expert_out, plan, weights, async_op=async_op)
+            if zero_copy or async_op or not self._calls.owns(plan):
+                y: torch.Tensor = _uncompiled("combine")(
+                    self, expert_out, plan, weights, zero_copy=zero_copy, async_op=async_op
+                )
                 return y
             return ops.combine(plan, expert_out, weights)
 
         def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             self._check_plan(plan)
-            return checks.check_combine(expert_out, weights, plan.num_rows, self.config)
+            dense = checks.check_combine(expert_out, weights, plan.num_rows, self.config)
+            self._check_valid("expert_out", expert_out)
+            return dense
 
         dense_rows, dense_weights = self._calls.checked("combine", check)
-        finish = autograd.combine(self._calls, plan, dense_rows, dense_weights, async_op)
+        finish = autograd.combine(self._calls, plan, dense_rows, dense_weights, async_op=async_op, zero_copy=zero_copy)
         return Handle(finish) if async_op else finish()
 
     def replicate(self, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -309,11 +353,33 @@ class Buffer:
             "state (__getstate__) and make a new one after loading"
         )
 
+    def _check_valid(self, name: str, rows: torch.Tensor) -> None:
+        if self._calls.transport.is_stale(rows):
+            raise StaleViewError(
+                f"{name}: these rows of a dispatch with zero_copy were overwritten by the next; clone() what must last"
+            )
+
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan: expected a moonep Plan, got {type(plan).__name__}")
         if plan not in self._calls.plans:  # also not a changed copy of one
             raise ForeignPlanError("plan: expected a plan of this Buffer, got one that another Buffer (or nobody) made")
+
+
+class _Lent(Received):
+    """Received in memory of the transport."""
+
+    def __init__(self, x: torch.Tensor, weights: torch.Tensor, ep: Buffer):
+        object.__setattr__(self, "_rows", x)
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "_ep", ep)
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The rows, while they are valid."""
+        rows: torch.Tensor = self._rows  # type: ignore[attr-defined]
+        self._ep._check_valid("Received.x", rows)  # type: ignore[attr-defined]
+        return rows
 
 
 _UNCOMPILED: dict[str, Any] = {}

@@ -96,9 +96,11 @@ class Calls:
         *,
         graph: bool = True,
         async_op: bool = False,
+        zero_copy: bool = False,
     ) -> Callable[[], Spread]:
         call, here = self._call("dispatch", plan, needs_grad), x.device
         call.without_graph |= not graph
+        call.zero_copy = zero_copy
         x, topk_weights = x.cpu(), topk_weights.cpu()
         result = self._start(call, lambda call: self.transport.spread(call, plan, x, topk_weights), async_op)
         return lambda: _spread_to(result(), here)
@@ -112,9 +114,11 @@ class Calls:
         *,
         graph: bool = True,
         async_op: bool = False,
+        zero_copy: bool = False,
     ) -> Callable[[], Collected]:
         call, here = self._call("combine", plan, needs_grad), rows.device
         saved = [tensor for tensor in (rows, row_weights) if tensor is not None]
+        call.zero_copy = zero_copy
         call.without_graph |= not graph or any(tensor.is_inference() for tensor in saved)  # they could not be saved
         rows, row_weights = rows.cpu(), _to(row_weights, _CPU)
         result = self._start(call, lambda call: self.transport.collect(call, plan, rows, row_weights, None), async_op)

@@ -10,6 +10,7 @@ __all__ = [
     "MoonEPError",
     "PeerLostError",
     "PeerTimeoutError",
+    "StaleViewError",
     "TransportError",
     "VerbMismatchError",
 ]
@@ -33,6 +34,10 @@ class CapacityExceededError(MoonEPError):
 
 class ForeignPlanError(MoonEPError, ValueError):
     """A plan (or what was received with it) belongs to another Buffer. Raised before anything moves."""
+
+
+class StaleViewError(MoonEPError, ValueError):
+    """What a verb with `zero_copy` gave was overwritten by a later one. Raised before anything moves."""
 
 
 class TransportError(MoonEPError):

@@ -71,6 +71,7 @@ class Plan:
     dst_row: torch.Tensor  # [T, K]        its row there, -1: none
     num_dropped: int  # routes of this rank that were dropped
     num_tokens_of_rank: tuple[int, ...] = field(repr=False)  # [R] T of every rank
+    most_rows: int = field(repr=False)  # the largest N of any rank
     outbox: Crossings = field(repr=False)  # what this rank sends
     inbox: Crossings = field(repr=False)  # what this rank receives
     layout: tuple[torch.Tensor, torch.Tensor] = field(repr=False)  # group_sizes and group_ends, for the transport alone
@@ -166,8 +167,9 @@ def plan_plain(
     group_sizes = torch.tensor([group.rows for group in groups[rank]], dtype=torch.int64)
     group_ends = torch.tensor([group.end for group in groups[rank]], dtype=torch.int32)
     num_rows = groups[rank][-1].end if groups[rank] else 0
+    most_rows = max(each[-1].end if each else 0 for each in groups)
     if isinstance(policy, Balanced) and policy.max_replicas is None:
-        num_rows = policy.rows_per_rank(sum(map(len, ids)), top_k, num_experts, num_ranks, expert_alignment)
+        num_rows = most_rows = policy.rows_per_rank(sum(map(len, ids)), top_k, num_experts, num_ranks, expert_alignment)
     first = [first_expert(r, num_experts, num_ranks) for r in range(num_ranks + 1)]
     return Plan(
         num_tokens=len(ids[rank]),
@@ -185,6 +187,7 @@ def plan_plain(
         dst_row=torch.tensor(dst_row, dtype=torch.int64).reshape(len(ids[rank]), top_k),
         num_dropped=routed - kept_routes,
         num_tokens_of_rank=tuple(len(ids_TK) for ids_TK in ids),
+        most_rows=most_rows,
         outbox=_crossings(outbox),
         inbox=_crossings(inbox),
         layout=(group_sizes, group_ends),

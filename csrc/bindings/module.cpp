@@ -160,6 +160,7 @@ NB_MODULE(_C, m) {
            "Rows of every group, and of this rank; -1: as many as are counted.")
       .def_prop_ro("total_rows", &Planner::total_rows)
       .def_prop_ro("num_rows", &Planner::num_rows)
+      .def_prop_ro("most_rows", &Planner::most_rows)
       .def_prop_ro("num_groups", &Planner::num_groups)
       .def_prop_ro("routes_out", &Planner::routes_out)
       .def_prop_ro("routes_in", &Planner::routes_in)
@@ -249,12 +250,33 @@ NB_MODULE(_C, m) {
                   payload_wire,
                   own_rank,
                   at<const char>(own_rows),
-                  at<const float>(own_weights)};
+                  at<const float>(own_weights),
+                  {},
+                  {}};
         for (Address address : sums_of_rank) sums.of_rank.push_back(at<const char>(address));
         finish(at<char>(y), width, static_cast<Dtype>(dtype), sums, crossings(out), crossings(in), begin, end, threads);
       },
       "y"_a, "width"_a, "dtype"_a, "order"_a, "opens_host"_a, "sums_of_rank"_a, "first_crossing"_a, "payload_wire"_a,
       "own_rank"_a, "own_rows"_a, "own_weights"_a, "outbox"_a, "inbox"_a, "begin"_a, "end"_a, "threads"_a, Unlocked());
+  m.def(
+      "finish_from_rows",
+      [](Address y, int64_t width, int dtype, const std::vector<int64_t>& order, const std::vector<bool>& opens_host,
+         const Addresses& rows_of_rank, const Addresses& weights_of_rank, bool payload_wire, int64_t own_rank,
+         const CrossingAddresses& out, const CrossingAddresses& in, int64_t tokens, int64_t threads) {
+        const Sums sums{order,
+                        opens_host,
+                        {},
+                        {},
+                        payload_wire,
+                        own_rank,
+                        nullptr,
+                        nullptr,
+                        at<const char>(rows_of_rank),
+                        at<const float>(weights_of_rank)};
+        finish(at<char>(y), width, static_cast<Dtype>(dtype), sums, crossings(out), crossings(in), 0, tokens, threads);
+      },
+      "y"_a, "width"_a, "dtype"_a, "order"_a, "opens_host"_a, "rows_of_rank"_a, "weights_of_rank"_a, "payload_wire"_a,
+      "own_rank"_a, "outbox"_a, "inbox"_a, "tokens"_a, "threads"_a, Unlocked());
   m.def(
       "zero_padding",
       [](Address rows, int64_t num_rows, int64_t row_bytes, Address group_sizes, Address group_ends, int64_t groups) {

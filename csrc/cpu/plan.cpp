@@ -154,6 +154,7 @@ void Planner::balance(int64_t limit, int64_t slots, bool exact_shares) {
 
 void Planner::lay_out(int64_t group_rows, int64_t num_rows) {
   groups_.clear();
+  most_rows_ = 0;
   for (int64_t r = 0; r < ranks_; ++r) {
     int64_t end = 0;
     const auto add = [&](int64_t expert, int64_t rows) {
@@ -166,7 +167,9 @@ void Planner::lay_out(int64_t group_rows, int64_t num_rows) {
     };
     for (int64_t e = homes_.first(r); e < homes_.first(r + 1); ++e) starts_[e] = add(e, kept_[e]);
     for (int64_t i = r * slots_; i < (r + 1) * slots_; ++i) add(replica_experts_[i], replica_rows_[i]);
-    if (r == rank_) num_rows_ = num_rows == kAsCounted ? end : num_rows;
+    if (num_rows != kAsCounted) end = num_rows;
+    if (r == rank_) num_rows_ = end;
+    most_rows_ = std::max(most_rows_, end);
   }
   for (Split& split : splits_) share_out(split);
 

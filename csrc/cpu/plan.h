@@ -54,6 +54,7 @@ class Planner {
   void lay_out(int64_t group_rows, int64_t num_rows);
 
   int64_t num_rows() const { return num_rows_; }
+  int64_t most_rows() const { return most_rows_; }  // of any rank
   int64_t num_groups() const { return static_cast<int64_t>(groups_.size()); }
   int64_t routes_out() const { return routes_out_; }  // this rank's routes, to anywhere
   int64_t routes_in() const { return routes_in_; }    // everybody's routes to this rank
@@ -115,7 +116,7 @@ class Planner {
   std::vector<int32_t> split_of_;                        // [E] place there, -1: none
   std::vector<Group> groups_;                            // of this rank
   std::vector<int32_t> group_of_;                        // [E + 1] of this rank, by expert + 1; G: not here
-  int64_t total_rows_ = 0, num_rows_ = 0, routes_in_ = 0, routes_out_ = 0;
+  int64_t total_rows_ = 0, num_rows_ = 0, most_rows_ = 0, routes_in_ = 0, routes_out_ = 0;
 };
 
 }  // namespace moonep

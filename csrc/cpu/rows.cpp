@@ -156,6 +156,7 @@ void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossin
   const int64_t row_bytes = width * dtype_bytes(dtype), wire_bytes = sum_bytes(width, dtype, sums.payload_wire);
   const int64_t ranks = static_cast<int64_t>(sums.order.size());
   const int64_t own = sums.own_rank;
+  const bool direct = !sums.rows_of_rank.empty();
   const int64_t in_of_out = in.first[own] - out.first[own];  // both list this rank's own crossings in the same order
   parallel_for(end - begin, threads, rows_per_thread(4 * row_bytes), [&](int64_t from, int64_t to) {
     std::vector<int64_t> next(ranks);
@@ -174,7 +175,13 @@ void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossin
         opens_host |= sums.opens_host[i];
         if (next[r] == out.first[r + 1] || out.token[next[r]] != t) continue;
         const int64_t c = next[r]++;
-        if (r == own) {
+        if (direct) {
+          const size_t before = gathered.rows.size();
+          gathered.add(sums.rows_of_rank[r], row_bytes, sums.weights_of_rank[r], out, c);
+          if (next[r] < out.first[r + 1]) prefetch_crossing(sums.rows_of_rank[r], row_bytes, out, c + 1);
+          const int64_t count = static_cast<int64_t>(gathered.rows.size() - before);
+          parts.push_back({nullptr, nullptr, nullptr, count, opens_host});  // where they are is known below
+        } else if (r == own) {
           gathered.add(sums.own_rows, row_bytes, sums.own_weights, in, c + in_of_out);
           if (next[r] < out.first[r + 1]) prefetch_crossing(sums.own_rows, row_bytes, in, c + 1 + in_of_out);
           parts.push_back({nullptr, gathered.rows.data(), sums.own_weights ? gathered.weights.data() : nullptr,
@@ -184,6 +191,16 @@ void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossin
               {sums.of_rank[r] + (c - sums.first_crossing[r]) * wire_bytes, nullptr, nullptr, 0, opens_host});
         }
         opens_host = false;
+      }
+      if (direct) {
+        const void* const* rows = gathered.rows.data();
+        const float* weights = gathered.weights.data();
+        for (Part& part : parts) {
+          part.rows = rows;
+          part.weights = weights;
+          rows += part.count;
+          weights += part.count;
+        }
       }
       kernels.sum_parts[dtype](y + t * row_bytes, parts.data(), parts.size(), width, sums.payload_wire);
     }

@@ -48,6 +48,9 @@ struct Sums {
   int64_t own_rank;
   const char* own_rows;      // rows here, summed as the rest is
   const float* own_weights;  // null: 1
+  // When not empty: all ranks' rows and weights, to be read where they are instead of finished sums.
+  std::vector<const char*> rows_of_rank;
+  std::vector<const float*> weights_of_rank;
 };
 
 // y[t] for tokens [begin, end): the ranks' sums in order, rounded once.

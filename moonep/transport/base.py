@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from moonep.errors import ForeignPlanError, MoonEPError, VerbMismatchError
+from moonep.errors import ForeignPlanError, MoonEPError, StaleViewError, VerbMismatchError
 from moonep.plan import Plan
 from moonep.transport.memory import Memory
 
@@ -47,9 +47,9 @@ VERBS = (
 _MUST_MATCH = struct.Struct("<qqqHHII")
 _OWN = struct.Struct("<qI")
 _MAX_TEXT = HEADER_BYTES - _MUST_MATCH.size - _OWN.size
-_NEEDS_GRAD, _WITHOUT_GRAPH, _RANKED = 1, 2, 4
+_NEEDS_GRAD, _WITHOUT_GRAPH, _RANKED, _ZERO_COPY, _LENT = 1, 2, 4, 8, 16
 # What an argument error may be; the status is its place here, 0 for none.
-_PROBLEMS: tuple[type[Exception], ...] = (ForeignPlanError, ValueError, TypeError, MoonEPError)
+_PROBLEMS: tuple[type[Exception], ...] = (ForeignPlanError, StaleViewError, ValueError, TypeError, MoonEPError)
 
 
 @dataclass
@@ -62,6 +62,8 @@ class Call:
     needs_grad: bool = False  # an input of this rank requires a gradient
     ranked: bool = False  # weights come along, by which routes are dropped
     without_graph: bool = False  # this rank cannot take part in a backward: inference mode, or compiled without
+    zero_copy: bool = False  # results may be transport memory
+    lent: bool = False  # the rows that come along are transport memory
     digest: int = 0  # of shapes and dtypes that must be the same on all ranks, 32 bits
     problem: Exception | None = None  # what is wrong with this rank's arguments
     buffer_number: int = 0  # tells the Buffers of a group apart
@@ -69,7 +71,13 @@ class Call:
 
     def pack(self) -> bytes:
         """The header, at most HEADER_BYTES."""
-        flags = _NEEDS_GRAD * self.needs_grad | _WITHOUT_GRAPH * self.without_graph | _RANKED * self.ranked
+        flags = (
+            _NEEDS_GRAD * self.needs_grad
+            | _WITHOUT_GRAPH * self.without_graph
+            | _RANKED * self.ranked
+            | _ZERO_COPY * self.zero_copy
+            | _LENT * self.lent
+        )
         status, text = 0, b""
         if self.problem is not None:
             status = next((i for i, kind in enumerate(_PROBLEMS, 1) if isinstance(self.problem, kind)), len(_PROBLEMS))
@@ -86,6 +94,7 @@ class Agreement(NamedTuple):
 
     num_tokens_of_rank: tuple[int, ...]
     needs_grad: bool  # of any rank: then every rank's output gets an edge
+    lent: bool = False  # the rows of all ranks are transport memory
 
 
 class Agreed(Exception):
@@ -105,7 +114,7 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
     first = headers[0][:size]
     fixed = _MUST_MATCH.unpack(first)
     if fixed[5] == 0 and all(header[:size] == first for header in headers):
-        return Agreement(tokens, bool(fixed[4] & _NEEDS_GRAD))
+        return Agreement(tokens, bool(fixed[4] & _NEEDS_GRAD), bool(fixed[4] & _LENT))
 
     all_fixed = [_MUST_MATCH.unpack_from(header) for header in headers]
     for rank, (_, _, _, verb, _, status, _) in enumerate(all_fixed):
@@ -130,14 +139,12 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
                 f"dtypes and requires_grad on all ranks; those of {', '.join(differing)} differ from {names[0]}"
             )
         )
-    if len({fixed[4] & _RANKED for fixed in all_fixed}) > 1:
-        given = ", ".join(
-            f"{name} {'gave some' if fixed[4] & _RANKED else 'gave none'}"
-            for name, fixed in zip(names, all_fixed, strict=True)
-        )
-        raise Agreed(
-            ValueError(f"{VERBS[all_fixed[0][3]]}: topk_weights: expected from all ranks or none, got: {given}")
-        )
+    for flag, what in ((_RANKED, "topk_weights: expected from"), (_ZERO_COPY, "zero_copy: expected on")):
+        if len({fixed[4] & flag for fixed in all_fixed}) > 1:
+            given = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[4] & flag]
+            raise Agreed(
+                ValueError(f"{VERBS[all_fixed[0][3]]}: {what} all ranks or none, got it from {', '.join(given)} only")
+            )
     needing = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[4] & _NEEDS_GRAD]
     unable = [name for name, fixed in zip(names, all_fixed, strict=True) if fixed[4] & _WITHOUT_GRAPH]
     if needing and unable:
@@ -148,7 +155,7 @@ def agree(headers: Sequence[bytes], names: Sequence[str]) -> Agreement:
                 "part in the backward; use torch.no_grad() there, outside of torch.compile"
             )
         )
-    return Agreement(tokens, bool(needing))
+    return Agreement(tokens, bool(needing), all(fixed[4] & _LENT for fixed in all_fixed))
 
 
 class Spread(NamedTuple):
@@ -200,7 +207,10 @@ class Transport(ABC):
 
     @abstractmethod
     def spread(self, call: Call, plan: Plan, x: torch.Tensor, route_weights: torch.Tensor) -> Spread:
-        """dispatch: rows [N, H] of `x` [T, H], and the routes' weights [T, K] as scalars [N]."""
+        """dispatch: rows [N, H] of `x` [T, H], and the routes' weights [T, K] as scalars [N].
+
+        With call.zero_copy, rows may be memory that the next such call overwrites.
+        """
 
     @abstractmethod
     def spread_scaled(
@@ -222,6 +232,10 @@ class Transport(ABC):
     @abstractmethod
     def exchange(self, call: Call, parcels: Sequence[Parcel]) -> Agreement:
         """Carries parcels; no rank sends one to itself."""
+
+    def is_stale(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` was handed out by a verb with zero_copy and has been overwritten."""
+        return False
 
     def cancel(self) -> None:  # noqa: B027 (most have nothing to end)
         """Ends waits early, here and at the peers, where that can be done. Local; memory stays for a verb at work."""

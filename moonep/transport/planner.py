@@ -213,6 +213,7 @@ class Planner:
             dst_row=outgoing.dst_row,
             num_dropped=num_dropped,
             num_tokens_of_rank=num_tokens_of_rank,
+            most_rows=self._native.most_rows,
             outbox=outgoing.outbox,
             inbox=inbox,
             layout=(group_sizes.clone(), group_ends.clone()),

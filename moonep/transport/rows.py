@@ -48,6 +48,11 @@ class Rows:
     def empty_rows(self, plan: Plan) -> torch.Tensor:
         """[N, H] for the rows of `plan`: padding is zero, the rest is uninitialised."""
         rows = self.memory.empty((plan.num_rows, self.config.hidden), self.config.dtype)
+        self.zero_padding(rows, plan)
+        return rows
+
+    def zero_padding(self, rows: torch.Tensor, plan: Plan) -> None:
+        """Rows [N, H] that carry no token."""
         group_sizes, group_ends = plan.layout
         _C.zero_padding(
             address(rows),
@@ -57,7 +62,6 @@ class Rows:
             address(group_ends),
             plan.num_groups,
         )
-        return rows
 
     def expand(self, rows: torch.Tensor, src: int, plan: Plan, begin: int, end: int, first_token: int) -> None:
         """Inbox crossings [begin, end) from `src`, which begins with token `first_token`, to their places in `rows`."""
@@ -147,6 +151,26 @@ class Rows:
             plan.outbox.addresses,
             plan.inbox.addresses,
             *tokens,
+            torch.get_num_threads(),
+        )
+
+    def finish_from_rows(
+        self, sums: torch.Tensor, plan: Plan, rows_of_rank: Sequence[int], weights_of_rank: Sequence[int]
+    ) -> None:
+        """sums[t] for all tokens, from every rank's rows and weights, read where they are."""
+        _C.finish_from_rows(
+            address(sums),
+            self.config.hidden,
+            DTYPES[self.config.dtype],
+            self._order,
+            self._opens_host,
+            rows_of_rank,
+            weights_of_rank,
+            self.config.payload_wire,
+            self.rank,
+            plan.outbox.addresses,
+            plan.inbox.addresses,
+            plan.num_tokens,
             torch.get_num_threads(),
         )
 

@@ -18,6 +18,7 @@ from moonep.errors import BufferClosedError, MoonEPError, PeerLostError, PeerTim
 from moonep.plan import Crossings, Plan
 from moonep.transport.base import VERBS, Agreement, Call, Collected, Parcel, Spread, Transport, agree
 from moonep.transport.group import Group
+from moonep.transport.lending import Lender
 from moonep.transport.planner import Planner
 from moonep.transport.rows import Chunk, Rows, address, crossing_chunks
 
@@ -30,6 +31,12 @@ _LOST_KIND, _TIMEOUT_KIND, _CLOSED_KIND = 1, 2, 3
 
 def connect_shm(config: BufferConfig, group: Group, staging_bytes: int) -> tuple[ShmTransport | None, str]:
     """The transport, or None and why ranks cannot share memory; the same on every rank. Collective."""
+    shared, refused = _share(group, staging_bytes)
+    return None if shared is None else ShmTransport(config, group, shared, staging_bytes), refused
+
+
+def _share(group: Group, half_bytes: int) -> tuple[_C.SharedGroup | None, str]:
+    """Two halves of memory of every rank, mapped by all; or why that cannot be."""
     shared, refused = None, ""
     try:
         if sys.platform != "linux":
@@ -38,7 +45,7 @@ def connect_shm(config: BufferConfig, group: Group, staging_bytes: int) -> tuple
             raise RuntimeError("ranks are on several hosts")
         if group.device.type != "cpu":
             raise RuntimeError("the group carries no CPU tensors")
-        shared = _C.SharedGroup(group.rank, group.num_ranks, staging_bytes)
+        shared = _C.SharedGroup(group.rank, group.num_ranks, half_bytes)
     except RuntimeError as error:
         refused = str(error)
     mine: dict[str, Any] = {"refused": refused}
@@ -59,7 +66,24 @@ def connect_shm(config: BufferConfig, group: Group, staging_bytes: int) -> tuple
             return None, f"{group.names[rank]}: {outcome['refused']}"
     assert shared is not None
     shared.release_fd()
-    return ShmTransport(config, group, shared, staging_bytes), ""
+    return shared, ""
+
+
+class _Arena:
+    """Rows of every rank, and their weights behind them, in memory that all map."""
+
+    def __init__(self, shared: _C.SharedGroup, most_rows: int, row_bytes: int, rank: int):
+        self.most_rows, self._shared = most_rows, shared
+        self._weights_at = align(most_rows * row_bytes)
+        self.rows = Lender(self.address(rank), self._weights_at, shared)
+
+    def address(self, rank: int) -> int:
+        """Of its rows. (Both halves are one piece.)"""
+        return self._shared.staging(rank, 0)
+
+    def weights(self, rank: int) -> int:
+        """Address of the weights of its rows."""
+        return self.address(rank) + self._weights_at
 
 
 class ShmTransport(Transport):
@@ -74,6 +98,7 @@ class ShmTransport(Transport):
         self._planner = Planner(config, group.rank, group.host_of_rank)
         self._rows = Rows(config, group.rank, group.host_of_rank)
         self.memory = self._rows.memory
+        self._arenas: list[_Arena] = []  # the last is in use; older ones are kept, to know what is stale
         # Staging on the way out: rows of a chunk of tokens, then their weights.
         self._spread_tokens = (staging_bytes - ALIGN_BYTES) // (config.row_bytes + config.token_scalars_bytes)
         self._weights_at = align(self._spread_tokens * config.row_bytes)
@@ -198,7 +223,7 @@ class ShmTransport(Transport):
                     _C.copy(staging + self._weights_at, own_weights, scalars_bytes, threads)
             if agreement is None or rows is None:
                 agreement = self.agree(call)
-                rows = self._rows.empty_rows(plan)
+                rows = self._lent_rows(plan) if call.zero_copy else self._rows.empty_rows(plan)
             else:
                 self._meet(call)
             for step in self._ranks:
@@ -218,8 +243,16 @@ class ShmTransport(Transport):
         row_weights: torch.Tensor | None,
         row_scalars: torch.Tensor | None,
     ) -> Collected:
-        agreement = None
         sums = self.memory.empty((plan.num_tokens, self._config.hidden), self._config.dtype)
+        agreement = self._agree_where_rows_are(call, rows, row_weights) if call.zero_copy else None
+        if agreement is not None and agreement.lent:
+            arena = self._arenas[-1]
+            rows_of_rank, weights_of_rank = zip(
+                *((arena.address(r), arena.weights(r)) for r in self._ranks), strict=True
+            )
+            self._rows.finish_from_rows(sums, plan, rows_of_rank, weights_of_rank)
+            self._meet(call)  # from here on rows may be changed
+            return Collected(sums, None, agreement)
         scalars = None if row_scalars is None else torch.zeros(plan.num_tokens, self._config.top_k)
         first_tokens, chunks_in = self._chunks(plan, plan.inbox, self._collect_tokens)
         _, chunks_out = self._chunks(plan, plan.outbox, self._collect_tokens)
@@ -253,6 +286,35 @@ class ShmTransport(Transport):
         assert agreement is not None
         return Collected(sums, scalars, agreement)
 
+    # ---- rows in memory that all map ----
+
+    def _lent_rows(self, plan: Plan) -> torch.Tensor:
+        """[N, H] like `Rows.empty_rows`, where all ranks can read them, if so much memory can be had; collective."""
+        if not self._arenas or self._arenas[-1].most_rows < plan.most_rows:
+            most_rows = plan.most_rows + plan.most_rows // 4
+            row_bytes = self._config.row_bytes
+            half_bytes = align(align(most_rows * row_bytes) + most_rows * 4) // 2
+            shared, _ = _share(self._group, align(half_bytes))
+            if shared is None:  # as all ranks see
+                return self._rows.empty_rows(plan)
+            if self._arenas:
+                self._arenas[-1].rows.recall()
+            self._arenas.append(_Arena(shared, most_rows, row_bytes, self._rank))
+        rows = self._arenas[-1].rows.lend((plan.num_rows, self._config.hidden), self._config.dtype)
+        self._rows.zero_padding(rows, plan)
+        return rows
+
+    def _agree_where_rows_are(self, call: Call, rows: torch.Tensor, row_weights: torch.Tensor | None) -> Agreement:
+        """Whether all ranks' rows can be read where they are, with their weights."""
+        call.lent = bool(self._arenas) and self._arenas[-1].rows.holds(rows)
+        if call.lent:
+            weights = torch.ones(len(rows)) if row_weights is None else row_weights
+            _C.copy(self._arenas[-1].weights(self._rank), address(weights), weights.nbytes, 1)
+        return self.agree(call)
+
+    def is_stale(self, tensor: torch.Tensor) -> bool:
+        return any(arena.rows.is_stale(tensor) for arena in self._arenas)
+
     def exchange(self, call: Call, parcels: Sequence[Parcel]) -> Agreement:
         # Every rank's outgoing pieces, one behind the other, pass through its staging a window at a time.
         agreement = None
@@ -284,6 +346,7 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._shared.close()
+        self._arenas.clear()
         self.memory.close()
 
 
