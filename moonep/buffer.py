@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -121,23 +122,33 @@ class Buffer:
 
     # ---- the verbs ----
 
-    def plan(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None) -> Plan:
+    def plan(
+        self,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_tokens_per_rank: Sequence[int] | None = None,
+    ) -> Plan:
         """Decides where every route goes. Collective.
 
         Args:
             topk_idx: [T, K] int32 or int64, any strides; the experts of each token, -1 for no route.
             topk_weights: [T, K]; `Capacity` drops the routes with the lowest. From all ranks or none.
+            num_tokens_per_rank: T of every rank, where the caller knows them. On CPUs they cross with the counts
+                anyway, so this rank's own is checked and nothing else gained.
 
         Returns:
             The Plan, good for any number of dispatches and combines until the Buffer is closed.
         """
 
         if torch.compiler.is_compiling():
-            made: Plan = _uncompiled("plan")(self, topk_idx, topk_weights)
+            made: Plan = _uncompiled("plan")(self, topk_idx, topk_weights, num_tokens_per_rank=num_tokens_per_rank)
             return made
 
         def check() -> tuple[torch.Tensor, torch.Tensor | None]:
             idx = checks.check_idx(topk_idx, self.config)
+            if num_tokens_per_rank is not None:
+                checks.check_num_tokens(num_tokens_per_rank, idx.shape[0], self.rank, self.num_ranks)
             if topk_weights is None:
                 return idx, None
             checks.check_weights("topk_weights", topk_weights, tuple(idx.shape), idx.device)

@@ -18,6 +18,7 @@ __all__ = [
     "check_dispatch",
     "check_fits",
     "check_idx",
+    "check_num_tokens",
     "check_rows",
     "check_tensors",
     "check_weights",
@@ -180,6 +181,18 @@ def check_idx(topk_idx: object, config: BufferConfig) -> torch.Tensor:
     if topk_idx.shape[0] > config.max_tokens:
         raise ValueError(f"topk_idx: expected at most max_tokens = {config.max_tokens} tokens, got {topk_idx.shape[0]}")
     return topk_idx.resolve_neg()
+
+
+def check_num_tokens(per_rank: object, num_tokens: int, rank: int, num_ranks: int) -> None:
+    """What the caller says of the ranks' numbers of tokens."""
+    if not isinstance(per_rank, (list, tuple)) or not all(isinstance(each, int) for each in per_rank):
+        raise TypeError(f"num_tokens_per_rank: expected a list of ints, got {per_rank!r}")
+    if len(per_rank) != num_ranks:
+        raise ValueError(f"num_tokens_per_rank: expected {num_ranks} numbers, one per rank, got {len(per_rank)}")
+    if per_rank[rank] != num_tokens:
+        raise ValueError(
+            f"num_tokens_per_rank[{rank}]: expected the {num_tokens} tokens of topk_idx, got {per_rank[rank]}"
+        )
 
 
 def check_weights(name: str, weights: object, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -604,7 +604,7 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(rows[last], x[0])
     rows[last] = 1
     sizes, ends = torch.tensor([last]), int32(last + 1)
-    _C.zero_padding(rows.data_ptr(), row_bytes, sizes.data_ptr(), ends.data_ptr(), 1)
+    _C.zero_padding(rows.data_ptr(), last + 1, row_bytes, sizes.data_ptr(), ends.data_ptr(), 1)
     assert (rows[last] == 0).all()
     assert (rows[1] == 1).all()
 
