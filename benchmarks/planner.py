@@ -18,14 +18,17 @@ from dataclasses import dataclass
 import click
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from moonep import _C
 from moonep.bench.machine import machine
 from moonep.plan import first_expert, home_rank
-from moonep.policy import Balanced
+from moonep.config import BufferConfig
+from moonep.policy import Balanced, Home, Policy
 from moonep.trace import load_trace
+from moonep.transport.planner import Planner
 
-EXPERTS = 896
+EXPERTS, TOP_K = 896, 16
 ROWS_PER_RANK = 16384  # 1,024 tokens of 16 experts
 EXPERT_MB = 66.06  # one routed expert of Kimi K3: 3 * 3584 * 3072 parameters of 2 bytes
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -193,6 +196,37 @@ def few_slots(draws: int) -> str:
     return table(["R", "sigma", "none", "1", "2", "4", "any number", "slowest plan us"], rows)
 
 
+def wire_rows() -> str:
+    """Tokens that cross to other ranks, each once per rank, of a rank on average: without replicas and with them."""
+    rows = []
+    for num_ranks in (2, 8, 32):
+        for sigma in SIGMAS:
+            ids = [lognormal_ids(num_ranks, sigma, rank) for rank in range(num_ranks)]
+            home, balanced = (crossings(ids, policy) for policy in (Home(), Balanced()))
+            rows.append([num_ranks, sigma, f"{home:.0f}", f"{balanced:.0f}", f"{balanced / home - 1:+.1%}"])
+    return table(["R", "sigma", "Home", "Balanced", "more"], rows)
+
+
+def lognormal_ids(num_ranks: int, sigma: float, rank: int) -> npt.NDArray[np.int32]:
+    """Routing [T, K] of one rank: distinct experts, drawn with probabilities proportional to their popularity."""
+    popularity_E = sigma * np.random.RandomState(num_ranks).standard_normal(EXPERTS)
+    noise_TE = np.random.RandomState(1000 + rank).gumbel(size=(ROWS_PER_RANK // TOP_K, EXPERTS))
+    return np.argpartition(-(popularity_E + noise_TE), TOP_K, axis=1)[:, :TOP_K].astype(np.int32)
+
+
+def crossings(ids: Sequence[npt.NDArray[np.int32]], policy: Policy) -> float:
+    """Rows that a rank sends to others in dispatch, by the planner's own count."""
+    config = BufferConfig(EXPERTS, TOP_K, 1, len(ids[0]), torch.bfloat16, policy, "auto", 1, "float32", 60.0)
+    counts = [np.bincount(each.ravel(), minlength=EXPERTS).astype(np.int32) for each in ids]
+    tokens, sent = [len(each) for each in ids], []
+    for rank, own in enumerate(ids):
+        planner = Planner(config, rank, [0] * len(ids))
+        _, outgoing, _ = planner.words_to_send(own.ctypes.data, [each.ctypes.data for each in counts], tokens)
+        first = outgoing.outbox.first.tolist()
+        sent.append(first[-1] - (first[rank + 1] - first[rank]))
+    return statistics.fmean(sent)
+
+
 def worst_case() -> str:
     """Rank 0's experts get nothing, all others the same; exact shares."""
     rows = []
@@ -318,6 +352,7 @@ def main(draws: int, trace: str, optimum: bool, solver_secs: float) -> None:
     for sigma in SIGMAS:
         click.echo(f"## Replicas / most received / most sent, sigma {sigma:g}\n\n" + over_slack(draws, sigma))
     click.echo("## max_replicas, slack 0: imbalance reached\n\n" + few_slots(draws))
+    click.echo("## Rows that cross, per rank\n\n" + wire_rows())
     click.echo("## The input that needs most\n\n" + worst_case())
 
 
