@@ -22,8 +22,8 @@ import torch
 
 from moonep import _C
 from moonep.bench.machine import machine
-from moonep.plan import first_expert, home_rank
 from moonep.config import BufferConfig
+from moonep.plan import first_expert, home_rank
 from moonep.policy import Balanced, Home, Policy
 from moonep.trace import load_trace
 from moonep.transport.planner import Planner
