@@ -41,17 +41,20 @@ class Router(nn.Module):
         super().__init__()
         self.top_k = ep.config.top_k
         self.gate = nn.Linear(ep.config.hidden, ep.config.num_experts, bias=False)
+        self.favour = torch.zeros(ep.config.num_experts)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast("cpu", enabled=False):
-            weights, idx = self.gate(x.float()).softmax(-1).topk(self.top_k)
+            weights, idx = (self.gate(x.float()) + self.favour).softmax(-1).topk(self.top_k)
         return idx, weights
 
 
-def make_layer(ep: moonep.Buffer, **settings: Any) -> MoE:
-    """The same on any number of ranks; biases, too, are not zero."""
+def make_layer(ep: moonep.Buffer, *, hot: int = 0, **settings: Any) -> MoE:
+    """The same on any number of ranks; biases, too, are not zero. With `hot`, only so many first experts get rows."""
     torch.manual_seed(1)
     layer = MoE(ep, Router(ep), Experts(ep, **{"width": 8} | settings))
+    if hot:
+        layer.router.favour[hot:] = -100.0
     home = slice(ep.first_local_expert, ep.first_local_expert + ep.num_local_experts)
     for bias in (layer.experts.b_gate_up, layer.experts.b_down):
         if bias is not None:
@@ -455,10 +458,12 @@ def test_layers_share_a_buffer_and_its_end(ep: moonep.Buffer) -> None:
         first(x)
 
 
-def checkpointed(rank: int, reentrant: bool, early_stop: bool, last_saves: bool) -> list[dict[str, torch.Tensor]]:
+def checkpointed(
+    rank: int, reentrant: bool, early_stop: bool, last_saves: bool, settings: dict[str, Any]
+) -> list[dict[str, torch.Tensor]]:
     """Two steps of two layers, without checkpointing and with."""
     results = []
-    with make_buffer() as ep:
+    with make_buffer(**settings) as ep:
         for use in (False, True):
             layers = nn.Sequential(make_layer(ep, bias=True), make_layer(ep))
             x = tokens(ep).requires_grad_()
@@ -483,7 +488,7 @@ def checkpointed(rank: int, reentrant: bool, early_stop: bool, last_saves: bool)
 )
 def test_checkpointing(pool: Any, reentrant: bool, early_stop: bool, last_saves: bool) -> None:
     """Recomputation runs the verbs again, on ranks without tokens too, and changes no bit."""
-    for expected, found in pool.run(checkpointed, reentrant, early_stop, last_saves):
+    for expected, found in pool.run(checkpointed, reentrant, early_stop, last_saves, {}):
         assert found.keys() == expected.keys()
         for name in expected:
             assert torch.equal(found[name], expected[name]), name
@@ -532,12 +537,12 @@ def train(net: nn.Module, ep: moonep.Buffer, optimizer: torch.optim.Optimizer, s
 
 
 def trained(
-    rank: int, directory: str, kind: str, what: str, wrapped: bool = False
+    rank: int, directory: str, kind: str, what: str, wrapped: bool = False, **settings: Any
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Saves after two steps, or loads, and goes on: what happens then, and what the model was at that moment."""
     import torch.distributed.checkpoint as dcp
 
-    with make_buffer() as ep, make_buffer(num_experts=2) as small:
+    with make_buffer(**settings) as ep, make_buffer(num_experts=2, **settings) as small:
         net: nn.Module = Net(ep, small)
         if wrapped:
             ignored = [name for name, _ in net.named_parameters() if ".experts." in name]
