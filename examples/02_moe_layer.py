@@ -2,10 +2,12 @@
 
     python examples/02_moe_layer.py
     torchrun --standalone --nproc-per-node 2 examples/02_moe_layer.py --record trace.npz
+    torchrun --standalone --nproc-per-node 4 examples/02_moe_layer.py --policy balanced
 
 It reads English byte by byte: the documentation that comes with Python. The experts are spread over the ranks and the
 sequences of a batch as well; the batch is the same for any number of ranks, and so are the losses, up to rounding.
-Exits non-zero when the model has learned nothing.
+They are the same under either policy, too: it only says where an expert computes its rows.
+Exits non-zero when the model has learned nothing, or ranks that should be balanced are not.
 """
 
 import argparse
@@ -27,6 +29,8 @@ HIDDEN, EXPERT_WIDTH, HEADS, LAYERS = 64, 24, 4, 2
 CONTEXT, BATCH = 64, 32  # a batch is for all ranks together
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 BALANCE = 1e-2  # weight of the balancing loss
+# Without slack, so that every step needs replicas.
+POLICIES = {"home": moonep.Home(), "balanced": moonep.Balanced(slack=0)}
 
 
 class MoE(nn.Module):
@@ -41,7 +45,8 @@ class MoE(nn.Module):
         home = slice(ep.first_local_expert, ep.first_local_expert + ep.num_local_experts)
         self.w_in = nn.Parameter((torch.randn(EXPERTS, HIDDEN, EXPERT_WIDTH) / HIDDEN**0.5)[home].clone())
         self.w_out = nn.Parameter((torch.randn(EXPERTS, EXPERT_WIDTH, HIDDEN) / EXPERT_WIDTH**0.5)[home].clone())
-        self.routing = self.crowding = None  # of the last step: (topk_idx, topk_weights), and the balancing loss
+        # Of the last step: (topk_idx, topk_weights), the balancing loss, and the rows of every rank.
+        self.routing = self.crowding = self.rank_rows = None
 
     def forward(self, x):  # [T, H]
         logits = self.router(x)
@@ -52,17 +57,18 @@ class MoE(nn.Module):
 
         plan = self.ep.plan(topk_idx)
         recv = self.ep.dispatch(x, plan, weights)
-        y = self.ep.combine(self.experts(recv.x, plan.group_sizes), plan, recv.weights)
+        y = self.ep.combine(self.experts(recv.x, plan), plan, recv.weights)
 
-        self.routing = topk_idx, weights.detach()
+        self.routing, self.rank_rows = (topk_idx, weights.detach()), plan.rank_rows
         return y
 
-    def experts(self, rows, group_sizes):
-        """Each group of rows [N, H] through its expert."""
-        groups = rows.split(group_sizes.tolist())
-        return torch.cat(
-            [F.gelu(x @ w_in) @ w_out for x, w_in, w_out in zip(groups, self.w_in, self.w_out, strict=True)]
-        )
+    def experts(self, rows, plan):
+        """Each group of rows [N, H] through its expert: those at home here, then the replicas of this step."""
+        w_in, w_out = self.ep.replicate(plan, self.w_in, self.w_out)
+        sizes = plan.group_sizes.tolist()
+        *groups, unused = rows.split([*sizes, len(rows) - sum(sizes)])
+        out = [F.gelu(x @ w1) @ w2 for x, w1, w2 in zip(groups, w_in, w_out, strict=True)]
+        return torch.cat([*out, unused])
 
     def note_load(self):
         """Takes the load of all ranks into the next step's balancing loss."""
@@ -73,6 +79,11 @@ class MoE(nn.Module):
     @property
     def maxvio(self):
         return self.load.max().item() - 1
+
+    @property
+    def fullest(self):
+        """Rows of the rank that has most, over the mean."""
+        return (self.rank_rows.max() / self.rank_rows.double().mean()).item()
 
 
 class Attention(nn.Module):
@@ -155,10 +166,14 @@ def train(ep, text, steps, seed, recorder):
         recorder.step(step, model.moe[-1].routing)
         if ep.rank == 0 and (step % 20 == 0 or step == steps - 1):
             maxvio = "  ".join(f"{moe.maxvio:.1f}" for moe in model.moe)
+            fullest = "  ".join(f"{moe.fullest:.3f}" for moe in model.moe)
+            secs = time.perf_counter() - began
             print(
-                f"step {step:4d}  loss {losses[-1]:.4f}  maxvio {maxvio}  {time.perf_counter() - began:6.1f} s",
+                f"step {step:4d}  loss {losses[-1]:.4f}  maxvio {maxvio}  fullest rank {fullest}  {secs:6.1f} s",
                 flush=True,
             )
+        if ep.config.policy == POLICIES["balanced"] and any(moe.fullest > 1.001 for moe in model.moe):
+            sys.exit(f"the ranks should have the same number of rows: {model.moe[0].rank_rows.tolist()}")
     return losses
 
 
@@ -197,6 +212,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", choices=POLICIES, default="home", help="where rows may go")
     parser.add_argument("--record", metavar="FILE.npz", help="write the routing as a trace for moonep bench")
     parser.add_argument("--losses", metavar="FILE.json", help="write the loss of every step")
     options = parser.parse_args()
@@ -209,12 +225,16 @@ def main():
     text = read_text()
     recorder = Recorder(options.record, options.steps)
     with moonep.Buffer(
-        num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=BATCH * CONTEXT, dtype=torch.float32
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden=HIDDEN,
+        max_tokens=BATCH * CONTEXT,
+        dtype=torch.float32,
+        policy=POLICIES[options.policy],
     ) as ep:
         if ep.rank == 0:
-            print(
-                f"{ep.num_ranks} rank(s), {ep.transport}; {EXPERTS} experts, top-{TOP_K}, {LAYERS} layers", flush=True
-            )
+            experts = f"{EXPERTS} experts, top-{TOP_K}, {LAYERS} layers, policy {options.policy}"
+            print(f"{ep.num_ranks} rank(s), {ep.transport}; {experts}", flush=True)
         losses = train(ep, text, options.steps, options.seed, recorder)
         rank = ep.rank
     recorder.save(rank)

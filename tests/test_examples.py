@@ -27,12 +27,15 @@ def run_example(name: str, *arguments: str, ranks: int, timeout_secs: float = 10
     return done.stdout
 
 
-def train(tmp_path: Path, ranks: int, steps: int, timeout_secs: float = 100) -> tuple[list[float], str]:
+def train(
+    tmp_path: Path, ranks: int, steps: int, timeout_secs: float = 100, policy: str = "home"
+) -> tuple[list[float], str]:
     """The losses of every step, and what was printed."""
     path = tmp_path / f"losses-{ranks}.json"
     printed = run_example(
         "02_moe_layer.py",
         *("--steps", str(steps), "--losses", str(path), "--record", str(tmp_path / f"trace-{ranks}.npz")),
+        *("--policy", policy),
         ranks=ranks,
         timeout_secs=timeout_secs,
     )
@@ -45,7 +48,7 @@ def test_dispatch_combine(ranks: int) -> None:
     assert sorted(re.findall(rf"rank (\d) of {ranks} ", printed)) == [str(rank) for rank in range(ranks)]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(340)
 def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     alone, _ = train(tmp_path, 1, 20)
     both, _ = train(tmp_path, 2, 20)
@@ -60,11 +63,17 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     # Experts at a near tie may change places.
     assert (traces[0].topk_idx[-1] == traces[1].topk_idx[-1]).mean() > 0.99
 
+    balanced, printed = train(tmp_path, 2, 20, policy="balanced")
+    assert balanced == pytest.approx(alone, abs=1e-4)
+    assert re.findall(r"fullest rank (.*?)  +[\d.]+ s", printed) == ["1.000  1.000"] * 2
+
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(4000)
 def test_training(tmp_path: Path) -> None:
-    losses, printed = zip(*(train(tmp_path, ranks, 300, timeout_secs=800) for ranks in (1, 2, 4)), strict=True)
+    runs = [(1, "home"), (2, "home"), (4, "home"), (2, "balanced"), (4, "balanced")]
+    trained = [train(tmp_path, ranks, 300, timeout_secs=800, policy=policy) for ranks, policy in runs]
+    losses, printed = zip(*trained, strict=True)
     for other in losses[1:]:
         assert other[:20] == pytest.approx(losses[0][:20], abs=1e-4)
         assert other[-1] == pytest.approx(losses[0][-1], rel=0.02)
