@@ -268,7 +268,7 @@ class Buffer:
         Args:
             expert_out: [N, H] in the Buffer's dtype, rows as `dispatch` gave them. Padding rows are not read.
             plan: of this Buffer.
-            weights: [N], as `dispatch` gave them; None: the plain sum.
+            weights: [N], as `dispatch` gave them; None: the plain sum, of rows of the plan's last dispatch.
             zero_copy: when `expert_out` of all ranks is what `dispatch` with zero_copy gave (changed in place, as by
                 experts that write there), homes read it where it is. The same on all ranks.
             async_op: give a handle at once, as in `dispatch`.
@@ -329,10 +329,11 @@ class Buffer:
             self._check_plan(plan)
             checks.check_tensors(tensors, self.num_local_experts)
 
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (plan.replicas.shape[1] or not self._calls.owns(plan)):
             pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = _uncompiled("replicate_apart")(self, plan, *tensors)
             return pairs
-        self._calls.checked("replicate", check)
+        if not torch.compiler.is_compiling():
+            self._calls.checked("replicate", check)
         if not plan.replicas.shape[1]:
             return tuple((tensor, tensor[:0]) for tensor in tensors)
         return tuple(zip(*autograd.replicate(self._calls, plan, tensors), strict=True))

@@ -112,6 +112,47 @@ def test_one_graph_from_dispatch_to_combine(ep: moonep.Buffer, dtype: torch.dtyp
         assert torch.equal(eager, compiled)
 
 
+def test_replicate_of_home_experts_is_in_the_graph(ep: moonep.Buffer) -> None:
+    def layer(x: torch.Tensor, plan: moonep.Plan, w: torch.Tensor) -> torch.Tensor:
+        (whole,) = ep.replicate(plan, w)
+        return ep.combine(ep.dispatch(x, plan).x * whole.sum(), plan)
+
+    plan, x, _ = routed(ep)
+    w = torch.rand(E, 2, requires_grad=True)
+    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, plan, w)
+    assert torch.equal(y, layer(x, plan, w))
+    y.sum().backward()
+    assert w.grad is not None
+
+
+def test_replicate_under_balanced_breaks_the_graph(pool2: Any) -> None:
+    pool2.run(replicate_compiled)
+
+
+def replicate_compiled(rank: int) -> None:
+    torch._dynamo.reset()
+    with moonep.Buffer(
+        num_experts=E, top_k=K, hidden=H, max_tokens=64, dtype=torch.float32, policy=moonep.Balanced(slack=0)
+    ) as ep:
+
+        def layer(x: torch.Tensor, plan: moonep.Plan, w: torch.Tensor) -> torch.Tensor:
+            (whole,) = ep.replicate(plan, w)
+            rows = ep.dispatch(x, plan).x
+            scale = whole[: len(w)].sum() + whole[len(w) :][plan.group_experts[len(w) :] >= 0].sum()
+            return ep.combine(rows * scale, plan)
+
+        plan = ep.plan(torch.zeros(12, K, dtype=torch.int64))
+        assert (plan.replicas >= 0).any()
+        x, grads = torch.randn(12, H), []
+        for function in (layer, torch.compile(layer, backend="aot_eager")):
+            w = torch.ones(ep.num_local_experts, 2, requires_grad=True)
+            function(x, plan, w).sum().backward()
+            grads.append(w.grad)
+        assert grads[0] is not None
+        assert grads[1] is not None
+        assert torch.equal(grads[0], grads[1])
+
+
 def test_plain_sum(ep: moonep.Buffer) -> None:
     plan, x, _ = routed(ep)
     rows = ep.dispatch(x, plan).x
