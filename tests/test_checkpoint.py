@@ -1,7 +1,5 @@
 """torch.utils.checkpoint around a layer: backward runs its verbs again, in step on all ranks."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -63,7 +61,9 @@ def check_layer(rank: int, transport: str, num_experts: int, reentrant: bool, we
 @pytest.mark.parametrize("num_experts", [1, 6])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_layers(pool: Any, reentrant: bool, weighted: bool, num_experts: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layers(ranks: int, reentrant: bool, weighted: bool, num_experts: int, request: pytest.FixtureRequest) -> None:
     """With one expert in all, most ranks have none, and save fewer tensors than the others."""
-    for transport in transports(pool.num_ranks):
+    pool = request.getfixturevalue(f"pool{ranks}")
+    for transport in transports(ranks):
         pool.run(check_layer, transport, num_experts, reentrant, weighted)

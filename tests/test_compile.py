@@ -64,7 +64,7 @@ def same_as_eager(rank: int, transport: str) -> int:
         params = list(layer.parameters())
         backend = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(layer, backend=backend)
-        for tokens in (12, 20 + rank, 33, 0):
+        for tokens in (12, 20 + rank, 33, 0) if ep.num_ranks == 1 else (12, 20 + rank):  # compiling is slow
             x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(rank))
             for eager, other in zip(step(layer, params, x), step(compiled, params, x), strict=True):
                 assert torch.equal(eager, other)
