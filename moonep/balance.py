@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonep.policy import Balanced
+from moonep.policy import Balanced, first_expert
 
 __all__ = ["Replicas", "balance_plain"]
 
@@ -75,9 +75,8 @@ def balance_plain(totals: Sequence[int], num_ranks: int, policy: Balanced) -> Re
 
 
 def _homes(num_experts: int, num_ranks: int) -> list[range]:
-    """The experts at home on each rank: contiguous blocks, the first E mod R ranks hold one more."""
-    share, extra = divmod(num_experts, num_ranks)
-    first = [rank * share + min(rank, extra) for rank in range(num_ranks + 1)]
+    """The experts at home on each rank."""
+    first = [first_expert(rank, num_experts, num_ranks) for rank in range(num_ranks + 1)]
     return [range(first[rank], first[rank + 1]) for rank in range(num_ranks)]
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from moonep.balance import balance_plain
-from moonep.policy import Balanced, Capacity, Home, Policy
+from moonep.policy import Balanced, Capacity, Home, Policy, first_expert, home_rank
 
 __all__ = [
     "Crossings",
@@ -86,19 +86,6 @@ class Received:
 
     x: torch.Tensor  # [N, H]   rows, in the payload dtype
     weights: torch.Tensor  # [N] float32: the routing weight of each row
-
-
-def first_expert(rank: int, num_experts: int, num_ranks: int) -> int:
-    """The first expert at home on `rank`: contiguous blocks, the first E mod R ranks hold one more."""
-    share, extra = divmod(num_experts, num_ranks)
-    return rank * share + min(rank, extra)
-
-
-def home_rank(expert: int, num_experts: int, num_ranks: int) -> int:
-    """The rank that owns `expert`: the inverse of `first_expert`."""
-    share, extra = divmod(num_experts, num_ranks)
-    in_larger = (share + 1) * extra
-    return expert // (share + 1) if expert < in_larger else extra + (expert - in_larger) // share
 
 
 def _align_up(value: int, alignment: int) -> int:

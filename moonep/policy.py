@@ -1,4 +1,4 @@
-"""Policies: where rows may go."""
+"""Policies: where rows may go; and homes, where experts live."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["OVERFLOWS", "Balanced", "Capacity", "Home", "Policy"]
+__all__ = ["OVERFLOWS", "Balanced", "Capacity", "Home", "Policy", "first_expert", "home_rank"]
 
 OVERFLOWS = ("drop", "error")
 
@@ -91,3 +91,16 @@ class Balanced:
 
 
 Policy = Home | Capacity | Balanced
+
+
+def first_expert(rank: int, num_experts: int, num_ranks: int) -> int:
+    """The first expert at home on `rank`: contiguous blocks, the first E mod R ranks hold one more."""
+    share, extra = divmod(num_experts, num_ranks)
+    return rank * share + min(rank, extra)
+
+
+def home_rank(expert: int, num_experts: int, num_ranks: int) -> int:
+    """The rank that owns `expert`: the inverse of `first_expert`."""
+    share, extra = divmod(num_experts, num_ranks)
+    in_larger = (share + 1) * extra
+    return expert // (share + 1) if expert < in_larger else extra + (expert - in_larger) // share

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "moonep"
 # import each other, without circles. `__init__` is the package itself: `import moonep`, `from moonep import Buffer`.
 LAYERS = [
     {"_C", "_version"},
-    {"errors", "env", "machine", "policy", "config"},
+    {"errors", "env", "machine", "policy", "sizes", "config"},
     {"checks", "balance"},
     {"plan"},
     {"reference", "transport"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"nn"},
     {"__init__"},
     {"integrations", "trace", "testing"},
-    {"bench", "doctor"},
+    {"bench", "doctor", "sizing"},
     {"cli"},
     {"__main__"},
 ]

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from moonep import _C
-from moonep.config import ALIGN_BYTES, BufferConfig, align
+from moonep.config import BufferConfig
 from moonep.errors import TransportError
 from moonep.plan import Crossings, Plan
+from moonep.sizes import ALIGN_BYTES, align
 from moonep.transport.base import HEADER_BYTES, Agreement, Call, Collected, Parcel, Spread, Transport, agree
 from moonep.transport.group import FIRST_BYTES, VERB, Group
 from moonep.transport.planner import Planner

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from moonep import _C
-from moonep.config import ALIGN_BYTES, BufferConfig, align
+from moonep.config import BufferConfig
 from moonep.errors import BufferClosedError, MoonEPError, PeerLostError, PeerTimeoutError, TransportError
 from moonep.plan import Crossings, Plan
+from moonep.sizes import ALIGN_BYTES, align
 from moonep.transport.base import VERBS, Agreement, Call, Collected, Parcel, Spread, Transport, agree
 from moonep.transport.group import Group
 from moonep.transport.lending import Lender
