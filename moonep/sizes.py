@@ -104,7 +104,11 @@ class Sizes(ABC):
         """What a full step holds at once on a rank: the rows received, and the experts' results."""
         return 2 * self.step_rows(num_ranks) * self.row_bytes
 
-    def rank_bytes(self, num_ranks: int) -> int:
-        """All that a rank needs: staging for two phases, where there are peers, and a step."""
+    def shared_bytes(self, num_ranks: int) -> int:
+        """A rank's staging for two phases; 0 where there are no peers to share it with."""
         shares = num_ranks > 1 and self.transport in ("auto", "shm")
-        return (2 * self.staging_bytes(num_ranks) if shares else 0) + self.step_bytes(num_ranks)
+        return 2 * self.staging_bytes(num_ranks) if shares else 0
+
+    def rank_bytes(self, num_ranks: int) -> int:
+        """All that a rank needs: staging, and a step."""
+        return self.shared_bytes(num_ranks) + self.step_bytes(num_ranks)
