@@ -236,9 +236,9 @@ def test_recorded_is_the_trace() -> None:
 # ---- bytes ----
 
 
-def setting_of(policy: Policy, num_ranks: int, num_tokens: int, **more: Any) -> Setting:
+def setting_of(policy: Policy, num_ranks: int, num_tokens: int, ranks_per_host: int = 8, **more: Any) -> Setting:
     model = Model("small", 13, 4, 48, 24, 2)
-    return Setting(model, num_ranks, 8, num_tokens, policy, **more)
+    return Setting(model, num_ranks, ranks_per_host, num_tokens, policy, **more)
 
 
 def buffer_sizes(rank: int, policy: Policy, num_ranks: int, num_tokens: int, transport: str) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def test_sizes_told_are_the_sizes_taken(pool2: RankPool, policy: Policy) -> None
 
 def test_memory_by_hand() -> None:
     # 4 ranks: 4 experts at home at most, each 3 * 48 * 24 parameters, in 2 layers; 10 tokens of 4 routes a rank.
-    setting = setting_of(Home(), 4, 10, training=True, optimizer_bytes=12, transport="collective")
+    setting = setting_of(Home(), 4, 10, training=True, optimizer_bytes=12, ranks_per_host=2)
     told = memory.rank_memory(setting, loads.load(np.full(13, 12), 4, Home(), 160))
     params = 4 * 3 * 48 * 24 * 2
     assert (told.home_bytes, told.home_grad_bytes, told.optimizer_bytes) == (2 * params, 2 * params, 12 * params)
@@ -312,7 +312,7 @@ def test_memory_by_hand() -> None:
 
 def test_nearest_settings_are_at_the_edge() -> None:
     routing = Lognormal(13, 4, 0.5, num_draws=2)
-    setting = setting_of(Home(), 2, 1000, transport="collective")
+    setting = setting_of(Home(), 2, 1000, ranks_per_host=1)
 
     def wanted(**changes: int) -> int:
         return memory.worst_memory(dataclasses.replace(setting, **changes), routing).total_bytes
@@ -355,7 +355,7 @@ def test_phases_by_hand() -> None:
     # 2 hosts of 2 ranks, 4 experts. Every rank sends its 10 tokens to the next rank; those of 1 and 3 cross hosts.
     idx = np.array([[[(rank + 1) % 4]] * 10 for rank in range(4)], np.int32)
     model = Model("small", 4, 1, 100, 50, 1)
-    setting = Setting(model, 4, 2, 10, Home(), transport="collective")
+    setting = Setting(model, 4, 2, 10, Home())
     hardware = Hardware("toy", 2, 10**9, 1e6, 1e5, 1e7, "none")
     step = Step(setting, Tokens(idx, None), hardware, 1e4)
     phases = step.phases(10)

@@ -7,6 +7,7 @@ import click
 from moonep._version import __version__
 from moonep.cli.bench import bench_command
 from moonep.cli.doctor import doctor
+from moonep.cli.plan import plan_command
 from moonep.cli.trace import trace_command
 
 __all__ = ["main"]
@@ -20,4 +21,5 @@ def main() -> None:
 
 main.add_command(bench_command)
 main.add_command(doctor)
+main.add_command(plan_command)
 main.add_command(trace_command)

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
+from moonep.cli.options import Listed
+
 __all__ = ["bench_command"]
-
-
-class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Items with commas between them, as a tuple. `expected` says what, and what that looks like."""
-
-    def __init__(self, kind: Callable[[str], Any], name: str, expected: str, least: float | None = None):
-        self._kind, self.name, self._expected, self._least = kind, name, expected, least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            items = tuple(self._kind(item.strip()) for item in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r}: expected {self._expected}", param, ctx)
-        if self._least is not None:
-            for item in items:
-                if not float(item) >= self._least:  # also nan
-                    self.fail(f"{item}: expected at least {self._least:g}", param, ctx)
-        return items
 
 
 @click.command("bench")
@@ -39,14 +20,14 @@ class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 )
 @click.option(
     "--tokens",
-    type=_Listed(int, "T,...", "whole numbers separated by commas, such as 128,512", 0),
+    type=Listed(int, "T,...", "whole numbers separated by commas, such as 128,512", 0),
     default="512",
     show_default=True,
     help="Tokens of each rank; a list.",
 )
 @click.option(
     "--maxvio",
-    type=_Listed(float, "X,...", "numbers separated by commas, such as 0.5,1", 0),
+    type=Listed(float, "X,...", "numbers separated by commas, such as 0.5,1", 0),
     default=(),
     help="Lognormal routing of this imbalance, max load / mean - 1, instead of a trace; a list.",
 )
@@ -66,7 +47,7 @@ class _Listed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 @click.option("--policy", type=click.Choice(["home"]), default="home", show_default=True, help="Where rows may go.")
 @click.option(
     "--transport",
-    type=_Listed(str, "NAME,...", "names separated by commas, such as reference,shm"),
+    type=Listed(str, "NAME,...", "names separated by commas, such as reference,shm"),
     default=(),
     help="Methods to compare; a list of reference, collective, shm, local (one rank).  [default: all that work]",
 )

@@ -110,15 +110,23 @@ def ranks_that_fit(setting: Setting, routing: Routing, memory_bytes: int) -> int
 
     0: not even as many ranks as there are experts do.
     """
-    per_host = setting.ranks_per_host
-    hosts = range(1, -(-setting.num_experts // per_host) + 1)
+    per_host, most_hosts = setting.ranks_per_host, -(-setting.num_experts // setting.ranks_per_host)
 
-    def too_few(count: int) -> bool:
-        wider = replace(setting, num_ranks=count * per_host)
-        return worst_memory(wider, routing).total_bytes > memory_bytes
+    def fits(hosts: int) -> bool:
+        wider = replace(setting, num_ranks=hosts * per_host)
+        return worst_memory(wider, routing).total_bytes <= memory_bytes
 
-    found = _most(too_few, hosts[-1]) + 1
-    return found * per_host if found in hosts else 0
+    # Under Home, more ranks may hold more again, as the fullest one's share of the rows does not shrink with its
+    # experts. So look at all sizes, up to a sixteenth apart, before looking closer.
+    too_few, enough = 0, 1
+    while not fits(enough):
+        if enough == most_hosts:
+            return 0
+        too_few, enough = enough, min(max(enough + 1, enough * 17 // 16), most_hosts)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough * per_host
 
 
 def _most(holds: Callable[[int], bool], limit: int) -> int:

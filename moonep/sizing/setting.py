@@ -22,7 +22,6 @@ class Setting(Sizes):
     policy: Policy
     dtype: str = "bfloat16"  # of the rows
     weight_dtype: str = "bfloat16"
-    transport: str = "auto"
     expert_alignment: int = 1
     combine_wire: str = "float32"
     training: bool = False
@@ -53,6 +52,11 @@ class Setting(Sizes):
     def weight_bytes(self) -> int:
         """One parameter."""
         return DTYPE_BYTES[self.weight_dtype]
+
+    @property
+    def transport(self) -> str:  # type: ignore[override]
+        """What `auto` takes: shared memory on one host, else messages."""
+        return "auto" if self.num_hosts == 1 else "collective"
 
     @property
     def num_hosts(self) -> int:

@@ -5,7 +5,7 @@ no time. So real times are longer, those of few tokens much longer; what can be 
 
 - A phase ends when the last rank has sent and received all of its bytes, inside its host and across hosts at once.
 - dispatch also writes every received row and reads every token once in memory, combine reads rows and writes tokens.
-- Experts multiply every row, and read the weights of every group that they hold.
+- Experts multiply every row, under Capacity the unused ones too, and read the weights of every group that they hold.
 - In training, dispatch and combine each run twice (one's backward is the other), replicas' gradients go home, and
   experts multiply three times as much.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonep.policy import Balanced, Home, Policy
+from moonep.policy import Balanced, Capacity, Home, Policy
 from moonep.sizing import wire
 from moonep.sizing.hardware import Hardware
 from moonep.sizing.loads import home_of_expert
@@ -74,14 +74,16 @@ class Step:
         inside_counts = min(setting.num_ranks, setting.ranks_per_host) - 1
         counts_secs = max(inside_counts / hardware.inside_bytes_per_sec, max(0, rest) / self._across)
         plan_secs = counts_secs * setting.num_experts * _COUNT_BYTES + self._secs(self._routes, _COUNT_BYTES * scale)
-        rows = float(self.crossings.load.rank_rows.max()) * scale
-        memory_secs = (rows + num_tokens) * setting.row_bytes / hardware.memory_bytes_per_sec
+        found, memory = self.crossings.load, hardware.memory_bytes_per_sec
+        rows = float(found.rank_rows.max()) * scale
+        multiplied = float(found.num_rows.max()) * scale if isinstance(setting.policy, Capacity) else rows
+        memory_secs = (rows + num_tokens) * setting.row_bytes / memory
         out_secs = max(self._secs(self._rows, setting.row_bytes * scale), memory_secs)
         home_secs = max(self._secs(self._rows, setting.sum_bytes * scale), memory_secs)
 
-        experts_secs = self._groups * setting.expert_bytes / hardware.memory_bytes_per_sec
+        experts_secs = self._groups * setting.expert_bytes / memory
         if hardware.flops_per_sec is not None:
-            experts_secs = max(experts_secs, rows * setting.model.row_flops / hardware.flops_per_sec)
+            experts_secs = max(experts_secs, multiplied * setting.model.row_flops / hardware.flops_per_sec)
         return Phases(
             plan_secs=plan_secs,
             dispatch_secs=out_secs * times,
