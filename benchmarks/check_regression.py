@@ -52,7 +52,8 @@ def load(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             result = json.loads(line)
-            found[tuple(result[key] for key in KEYS)] = result
+            # Only steps that compute have a width.
+            found[(*(result[key] for key in KEYS), result.get("width"))] = result
         except (KeyError, TypeError, ValueError) as error:
             raise click.ClickException(f"{path}, line {number}: not a result of moonep bench: {error!r}") from None
     return found

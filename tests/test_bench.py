@@ -1,5 +1,7 @@
 """`moonep bench`: what it counts, what it refuses, and a small run of all of it."""
 
+import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,15 +18,16 @@ from click.testing import CliRunner
 import moonep
 from moonep import reference
 from moonep.bench import plot
-from moonep.bench.config import Case, Settings
+from moonep.bench.config import Case, Settings, Way, parse_policy
 from moonep.bench.floor import copy_bytes_per_sec, step_floor_secs
-from moonep.bench.inputs import make_inputs
+from moonep.bench.inputs import make_inputs, make_weights
+from moonep.bench.memory import peak_bytes
 from moonep.bench.methods import AnyPlan, make_method
 from moonep.bench.options import check_files, make_settings
 from moonep.bench.results import CaseResult, Traffic, case_result, median_interval, traffic
-from moonep.bench.table import FOOTNOTE, _digits, case_table, configuration, json_lines, missed_maxvio
-from moonep.bench.timing import PHASES, STEP, TRAIN_STEP, Samples
-from moonep.bench.verify import VerificationError, verify
+from moonep.bench.table import _digits, case_table, configuration, footnotes, json_lines, missed_maxvio
+from moonep.bench.timing import EXPERTS_PHASES, PHASES, STEP, TRAIN_STEP, Samples, phases_of
+from moonep.bench.verify import VerificationError, verify, verify_experts
 from moonep.cli import main
 from moonep.plan import Received
 from moonep.testing import RankPool
@@ -40,7 +43,7 @@ OPTIONS: dict[str, Any] = {
     "topk": 4,
     "hidden": 16,
     "dtype": "bfloat16",
-    "policy": "home",
+    "policy": ("home",),
     "transport": (),
     "iterations": 2,
     "threads": 1,
@@ -88,11 +91,40 @@ def test_one_rank_alone() -> None:
         ({"trace": "pydoc", "maxvio": ()}, "--trace.*896"),
         ({"topk": 33}, "--topk.*32"),
         ({"maxvio": (7.5,)}, "--maxvio.*7"),
+        ({"policy": ("home", "capacity")}, "--policy.*got 'capacity'"),
+        ({"policy": ("balanced:-0.1",)}, "--policy.*got 'balanced:-0.1'"),
+        ({"policy": ("balanced:0:1.5",)}, "--policy.*got 'balanced:0:1.5'"),
+        ({"policy": ("balanced:nan",)}, "--policy.*got 'balanced:nan'"),
+        ({"policy": ("capacity:0",)}, "--policy.*got 'capacity:0'"),
+        ({"policy": ("",)}, "--policy.*got ''"),
     ],
 )
 def test_options_that_contradict(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings_with(**options)
+
+
+def test_policies() -> None:
+    assert [parse_policy(text) for text in ("home", "capacity:1.25", "balanced", "balanced:0", "balanced:0.1:2")] == [
+        moonep.Home(),
+        moonep.Capacity(1.25),
+        moonep.Balanced(),
+        moonep.Balanced(0.0),
+        moonep.Balanced(0.1, 2),
+    ]
+    settings = settings_with(policy=("home", "balanced", "home"), transport=("shm",))
+    assert settings.ways == [Way("shm", "home"), Way("shm", "balanced")]
+
+
+def test_steps_that_compute() -> None:
+    settings = settings_with(experts_compute=True, width=8)
+    assert settings.methods == ("collective", "shm")
+    assert settings_with(experts_compute=True, ranks=1).methods == ("local",)
+    assert settings.expert_bytes == 3 * 16 * 8 * 2  # gate, up and down, in bfloat16
+    weights = [make_weights(settings, rank) for rank in range(2)]
+    assert [tuple(weight.shape) for weight in weights[0]] == [(16, 16, 16), (16, 8, 16)]
+    assert sum(weight[0].nbytes for weight in weights[1]) == settings.expert_bytes
+    assert not torch.equal(weights[0][0], weights[1][0])
 
 
 def test_ranks_must_be_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +239,13 @@ def test_traffic_is_what_the_plans_say(pool4: RankPool) -> None:
 def made_up_result(settings: Settings) -> CaseResult:
     """Every phase of the reference takes 40 ms, of the others 10 and 20 ms."""
     samples = {}
-    for method, secs in zip(settings.methods, (0.04, 0.01, 0.02), strict=False):
-        samples[method] = Samples(5, {phase: [secs] * 7 for phase in (*PHASES, STEP, TRAIN_STEP)})
+    for policy, factor in zip(settings.policies, (1, 2, 0.5), strict=False):
+        for method, secs in zip(settings.methods, (0.04, 0.01, 0.02), strict=False):
+            phases = (*phases_of(settings), STEP, TRAIN_STEP)
+            samples[Way(method, policy)] = Samples(5, {phase: [secs * factor] * 7 for phase in phases})
     moved = Traffic(routed_rows=100.0, remote_rows=60.0, crossings=20.0, slowest_rows=110, maxvio=1.5)
-    return case_result(settings, Case(25, 1.0), moved, 1e6, samples)
+    peaks = {} if settings.width is None else dict.fromkeys(settings.ways, 10**8)
+    return case_result(settings, Case(25, 1.0), dict.fromkeys(settings.policies, moved), 1e6, samples, peaks)
 
 
 def test_bytes_and_floors() -> None:
@@ -254,8 +289,10 @@ def test_median_interval() -> None:
 
 def test_table_fits_80_columns() -> None:
     settings = settings_with(backward=True)
-    for text in (configuration(settings), case_table(settings, made_up_result(settings)), FOOTNOTE):
-        assert max(map(len, text.splitlines())) <= 80
+    many = settings_with(backward=True, policy=("home", "balanced:0.05:2", "capacity:1.25"), experts_compute=True)
+    for each in (settings, many):
+        for text in (configuration(each), case_table(each, made_up_result(each)), footnotes(each)):
+            assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -279,9 +316,9 @@ def test_digits(value: float, text: str) -> None:
 def test_small_cases_are_not_shown_as_nothing() -> None:
     settings = settings_with(hidden=1, iterations=1)
     assert "1 block of each of" in configuration(settings)
-    samples = {name: Samples(5, {phase: [40.0] for phase in (*PHASES, STEP)}) for name in settings.methods}
+    samples = {way: Samples(5, {phase: [40.0] for phase in (*PHASES, STEP)}) for way in settings.ways}
     moved = Traffic(routed_rows=1.0, remote_rows=0.0, crossings=0.0, slowest_rows=1, maxvio=15.0)
-    table = case_table(settings, case_result(settings, Case(1, 1.0), moved, 1e9, samples))
+    table = case_table(settings, case_result(settings, Case(1, 1.0), {"home": moved}, 1e9, samples, {}))
     assert "0.00 " not in table
     assert max(map(len, table.splitlines())) <= 80
     assert "-" in table.splitlines()[-1].split()  # nothing crossed
@@ -293,13 +330,43 @@ def test_small_cases_are_not_shown_as_nothing() -> None:
 )
 def test_asked_and_achieved_imbalance(asked: float, achieved: float, rows: int, missed: bool) -> None:
     settings = settings_with()
-    samples = {name: Samples(5, {phase: [0.1] for phase in (*PHASES, STEP)}) for name in settings.methods}
+    samples = {way: Samples(5, {phase: [0.1] for phase in (*PHASES, STEP)}) for way in settings.ways}
     moved = Traffic(float(rows), 0.0, 0.0, rows, achieved)
-    result = case_result(settings, Case(8, asked), moved, 1e9, samples)
+    result = case_result(settings, Case(8, asked), {"home": moved}, 1e9, samples, {})
     said = f"maxvio asked {asked:g}, achieved {f'{achieved:.2f}' if rows else '-'}"
     assert said in case_table(settings, result).splitlines()[0]
     assert bool(missed_maxvio(result)) == missed
     assert {json.loads(line)["maxvio_asked"] for line in json_lines(settings, result)} == {asked}
+
+
+def test_over_home() -> None:
+    settings = settings_with(policy=("balanced", "home", "capacity:1"), experts_compute=True)
+    result = made_up_result(settings)
+    for each in result.figures:
+        assert each.over_home == {"balanced": 0.5, "home": None, "capacity:1": 0.25}[each.policy]
+        assert each.times_reference is None
+        assert (each.floor_secs is not None) == (each.phase in ("dispatch", "combine"))
+        if each.phase == STEP and each.policy != "home":
+            assert each.over_home_ci95 == (each.over_home, each.over_home)
+    assert "shm step over home's: 0.500 (0.500 to 0.500)" in case_table(settings, result)
+    lines = [json.loads(line) for line in json_lines(settings, result)]
+    assert {(line["policy"], line["width"], line["peak_bytes"]) for line in lines} == {
+        (policy, 64, 10**8) for policy in settings.policies
+    }
+    assert {each.over_home for each in made_up_result(settings_with(policy=("balanced",))).figures} == {None}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_peak_memory() -> None:
+    held: list[torch.Tensor] = []
+
+    def run(num_bytes: int) -> None:
+        held[:] = [torch.ones(num_bytes, dtype=torch.uint8)]
+        held.clear()
+
+    for megabytes in (200, 40, 120):  # each on its own, whatever was before
+        assert peak_bytes(functools.partial(run, megabytes * 10**6)) == pytest.approx(megabytes * 1e6, abs=8e6)
+    assert (peak_bytes(lambda: None) or 0) < 8e6
 
 
 def test_floor_is_a_copy() -> None:
@@ -377,6 +444,50 @@ def test_a_wrong_result_is_seen_on_every_rank(pool2: RankPool, what: str) -> Non
         assert said == ["fine", "fine"]
 
 
+class SpoiledExperts:
+    """A method whose experts, or weights, are others on rank 1."""
+
+    def __init__(self, method: Any, what: str, rank: int):
+        self._method, self._what = method, what if rank == 1 else ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+    def replicate(self, plan: AnyPlan) -> tuple[torch.Tensor, ...]:
+        first, *others = self._method.replicate(plan)
+        if self._what == "replicated weights":
+            first[-1, 0, 0] += 1
+        return first, *others
+
+    def experts(self, rows: torch.Tensor, plan: AnyPlan) -> torch.Tensor:
+        out = self._method.experts(rows, plan)
+        return out * 2 if self._what == "y through experts" else out
+
+
+def verify_spoiled_experts(rank: int, settings: Settings, case: Case, what: str) -> str:
+    weights = make_weights(settings, rank)
+    plain, ours = (make_method(name, settings, case, "balanced:0", weights) for name in ("reference", "shm"))
+    try:
+        methods = {"reference": plain, "shm": SpoiledExperts(ours, what, rank)}
+        verify_experts(methods, make_inputs(settings, case, rank), True)
+    except VerificationError as error:
+        return str(error)
+    finally:
+        ours.close()
+    return "fine"
+
+
+@pytest.mark.parametrize("what", ["", "replicated weights", "y through experts"])
+def test_wrong_experts_are_seen_on_every_rank(pool2: RankPool, what: str) -> None:
+    settings = settings_with(backward=True, experts_compute=True, dtype="float32")
+    said = pool2.run(verify_spoiled_experts, settings, Case(8, 3.0), what)
+    if what:
+        assert all(text.startswith("shm differs from the reference on ranks") for text in said)
+        assert what in said[1]
+    else:
+        assert said == ["fine", "fine"]
+
+
 # ---- pictures ----
 
 
@@ -391,6 +502,18 @@ def test_plot(tmp_path: Path, suffix: str, tokens: tuple[int, ...]) -> None:
     assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
 
 
+@pytest.mark.parametrize("tokens", [(25,), (25, 50)])
+def test_plot_over_imbalance(tmp_path: Path, tokens: tuple[int, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    policies = ("home", "balanced", "balanced:0")
+    settings = settings_with(tokens=tokens, maxvio=(0.0, 1.0, 4.0), policy=policies, experts_compute=True)
+    result = made_up_result(settings)
+    results = [dataclasses.replace(result, case=case) for case in settings.cases()]
+    path = tmp_path / "picture.png"
+    plot.draw(settings, results, str(path))
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize("tokens", [(0,), (0, 25)])
 def test_plot_begins_near_what_was_measured(
     tmp_path: Path, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -399,9 +522,11 @@ def test_plot_begins_near_what_was_measured(
     drawn = []
     monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, path: drawn.append(figure.axes[0].get_ylim()))
     settings = settings_with(tokens=tokens)
-    samples = {name: Samples(5, {phase: [0.04] for phase in (*PHASES, STEP)}) for name in settings.methods}
+    samples = {way: Samples(5, {phase: [0.04] for phase in (*PHASES, STEP)}) for way in settings.ways}
     results = [
-        case_result(settings, Case(num_tokens, 1.0), Traffic(0.0, 0.0, 0.0, num_tokens, 0.0), 1e9, samples)
+        case_result(
+            settings, Case(num_tokens, 1.0), {"home": Traffic(0.0, 0.0, 0.0, num_tokens, 0.0)}, 1e9, samples, {}
+        )
         for num_tokens in tokens
     ]
     plot.draw(settings, results, str(tmp_path / "picture.png"))
@@ -439,6 +564,43 @@ def test_run(tmp_path: Path) -> None:
             assert line["logical_bytes"] == 2 * line["num_tokens"] * 4 * 64 * 2
             assert line["logical_gb_per_sec"] == pytest.approx(line["logical_bytes"] / line["p50_secs"] / 1e9)
             assert line["times_floor"] == pytest.approx(line["p50_secs"] / line["floor_secs"])
+
+
+@pytest.mark.parametrize("backward", [[], ["--backward"]], ids=["forward", "backward"])
+def test_run_with_policies_and_experts(tmp_path: Path, backward: list[str]) -> None:
+    path = tmp_path / "figures.jsonl"
+    options = ["--policy", "home,balanced:0,capacity:1.5", "--experts-compute", "--width", "16", "--dtype", "float32"]
+    result = CliRunner().invoke(main, ["bench", *SMALL, *options, *backward, "--tokens", "32", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "every step computes experts of width 16" in result.output
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    expected = [
+        (policy, method, phase)
+        for policy in ("home", "balanced:0", "capacity:1.5")
+        for method in ("collective", "shm")
+        for phase in (*EXPERTS_PHASES, STEP, *([TRAIN_STEP] if backward else []))
+    ]
+    assert [(line["policy"], line["method"], line["phase"]) for line in lines] == expected
+    for line in lines:
+        balanced = line["policy"] == "balanced:0"
+        assert (line["replicas"] > 0) == balanced
+        assert line["replicated_bytes"] == line["replicas"] * 3 * 64 * 16 * 4
+        assert (line["rank_imbalance"] == 1) == balanced
+        assert line["rank_imbalance"] >= 1
+        assert (line["dropped_rows"] > 0) == (line["policy"] == "capacity:1.5")
+        assert (line["over_home"] is None) == (line["policy"] == "home")
+        assert line["width"] == 16
+        if sys.platform == "linux":
+            assert line["peak_bytes"] > 0
+
+
+def test_run_with_policies_that_only_carry(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["bench", *SMALL, "--policy", "home,balanced:0", "--tokens", "16", "--backward"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("equal to the reference's, bit for bit") == 1
+    assert "Without --experts-compute no weights are replicated" in result.output
+    assert "policy balanced:0\n" in result.output
+    assert "replicate  " not in result.output
 
 
 def test_run_without_tokens() -> None:

@@ -90,7 +90,7 @@ def settings_with(*peers: Peer) -> Settings:
         topk=4,
         hidden=16,
         dtype="bfloat16",
-        policy="home",
+        policy=("home",),
         transport=(),
         iterations=2,
         threads=1,

@@ -22,8 +22,9 @@ from moonep.errors import MoonEPError
 from moonep.testing import RankFailure
 
 PEERS = {module.NAME: module for module in (megatron, torchtitan, deepspeed)}
-# Peers are compared forward only, and the pictures are MoonEP's own.
-OPTIONS = [option for option in bench_command.params if option.name not in ("backward", "plot_path")]
+# Peers are compared forward only, with rows at home; experts and pictures are MoonEP's own.
+OWN = ("backward", "experts_compute", "plot_path", "policy", "width")
+OPTIONS = [option for option in bench_command.params if option.name not in OWN]
 
 
 def installed(names: Sequence[str]) -> list[Peer]:
@@ -55,7 +56,7 @@ def main(names: tuple[str, ...], json_path: str | None, **options: Any) -> None:
         sys.exit(2)
     try:
         check_files(json_path, None)
-        settings = make_settings(**options, backward=False)
+        settings = make_settings(**options, policy=("home",), backward=False)
         bench(replace(settings, peers=tuple(peers)), json_path, None)
     except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None

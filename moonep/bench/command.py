@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from moonep.bench.config import Settings
 from moonep.bench.methods import buffer_config
 from moonep.bench.results import CaseResult
 from moonep.bench.run import joined_group, run_in_group, run_in_pool
-from moonep.bench.table import FOOTNOTE, case_table, configuration, json_lines, missed_maxvio
+from moonep.bench.table import case_table, configuration, footnotes, json_lines, missed_maxvio
 
 __all__ = ["bench"]
 
@@ -38,8 +39,9 @@ def bench(settings: Settings, json_path: str | None, plot_path: str | None) -> N
 
 def _check_memory(settings: Settings) -> None:
     """What a Buffer would say, before ranks are started that would say it all at once."""
-    for case in settings.cases():
-        config, num_ranks = buffer_config(settings, case), settings.num_ranks
+    num_ranks = settings.num_ranks
+    for case, policy in itertools.product(settings.cases(), settings.policies):
+        config = buffer_config(settings, case, policy)
         try:
             checks.check_config(config, num_ranks)
             checks.check_fits(config, num_ranks, num_ranks, machine.memory_available_bytes())
@@ -59,6 +61,6 @@ def _report(settings: Settings, results: Iterator[CaseResult], json_path: str | 
             done.append(result)
             if file is not None:
                 file.writelines(f"{line}\n" for line in json_lines(settings, result))
-    print(f"\n{FOOTNOTE}")
+    print(f"\n{footnotes(settings)}")
     if plot_path is not None:
         plot.draw(settings, done, plot_path)

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from moonep.policy import Balanced, Capacity, Home, Policy
 from moonep.trace import Trace
 
-__all__ = ["DTYPE_BYTES", "METHODS", "REFERENCE", "Case", "Peer", "Settings", "default_methods"]
+__all__ = [
+    "DTYPE_BYTES",
+    "HOME",
+    "METHODS",
+    "REFERENCE",
+    "Case",
+    "Peer",
+    "Settings",
+    "Way",
+    "default_methods",
+    "parse_policy",
+]
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 REFERENCE = "reference"
 METHODS = (REFERENCE, "collective", "shm", "local")
+HOME = "home"  # the policy that others are compared with
 
 
-def default_methods(num_ranks: int) -> tuple[str, ...]:
+def default_methods(num_ranks: int, *, with_reference: bool = True) -> tuple[str, ...]:
     """Those that work with so many ranks on one machine."""
-    return (REFERENCE, "local") if num_ranks == 1 else (REFERENCE, "collective", "shm")
+    return (REFERENCE,) * with_reference + (("local",) if num_ranks == 1 else ("collective", "shm"))
+
+
+class Way(NamedTuple):
+    """What is timed: a method under a policy."""
+
+    method: str
+    policy: str
 
 
 @dataclass(frozen=True)
@@ -48,17 +69,28 @@ class Settings:
     top_k: int
     hidden: int
     dtype: str
-    policy: str
+    policies: tuple[str, ...]  # as `parse_policy` reads them
     methods: tuple[str, ...]
     rounds: int  # timed blocks of every method
     threads: int  # of every rank
     backward: bool
+    width: int | None = None  # of the experts that a step computes; None: it only carries rows
     peers: tuple[Peer, ...] = ()
 
     @property
     def row_bytes(self) -> int:
         """One row in the payload dtype."""
         return self.hidden * DTYPE_BYTES[self.dtype]
+
+    @property
+    def expert_bytes(self) -> int:
+        """The weights of one expert: what a replica brings."""
+        return 3 * self.row_bytes * (self.width or 0)
+
+    @property
+    def ways(self) -> list[Way]:
+        """All that is timed in turn, but for peers."""
+        return [Way(method, policy) for policy in self.policies for method in self.methods]
 
     def cases(self) -> Iterator[Case]:
         """Every T with every routing."""
@@ -73,3 +105,28 @@ class Case:
 
     num_tokens: int  # T of each rank
     maxvio: float | None  # of a lognormal routing; None: the trace
+
+
+def parse_policy(text: str) -> Policy:
+    """home, capacity:FACTOR or balanced[:SLACK[:MAX_REPLICAS]], as moonep.Home, Capacity and Balanced.
+
+    Raises:
+        ValueError: anything else.
+    """
+    kind, *numbers = text.split(":")
+    try:
+        if kind == "home" and not numbers:
+            return Home()
+        if kind == "capacity" and len(numbers) == 1 and 0 < float(numbers[0]) < math.inf:
+            return Capacity(float(numbers[0]))
+        if kind == "balanced" and not numbers:
+            return Balanced()
+        if kind == "balanced" and len(numbers) <= 2 and 0 <= float(numbers[0]) < math.inf:
+            most = [int(number) for number in numbers[1:]]
+            if min(most, default=0) >= 0:
+                return Balanced(float(numbers[0]), *most)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"--policy: expected home, capacity:FACTOR or balanced:SLACK:MAX_REPLICAS (both may be left out), got {text!r}"
+    )

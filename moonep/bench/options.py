@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from moonep import env
-from moonep.bench.config import METHODS, Settings, default_methods
+from moonep.bench.config import METHODS, Settings, default_methods, parse_policy
 from moonep.trace import BUILTIN_TRACES, Trace, load_trace
 
 __all__ = ["check_files", "make_settings"]
@@ -25,12 +25,14 @@ def make_settings(
     topk: int | None,
     hidden: int,
     dtype: str,
-    policy: str,
+    policy: tuple[str, ...],
     transport: tuple[str, ...],
     iterations: int,
     threads: int,
     backward: bool,
     trace: str | None,
+    experts_compute: bool = False,
+    width: int = 64,
 ) -> Settings:
     """The settings that the command line's options mean.
 
@@ -42,7 +44,9 @@ def make_settings(
     if started is not None and ranks not in (None, started[1]):
         raise ValueError(f"--ranks: {ranks}, but torchrun started {started[1]}")
     num_ranks = started[1] if started is not None else ranks
-    methods = transport or default_methods(num_ranks or 2)
+    methods = transport or default_methods(num_ranks or 2, with_reference=not experts_compute)
+    for text in policy:
+        parse_policy(text)
     for name in methods:
         if name not in METHODS:
             raise ValueError(f"--transport: expected some of {', '.join(METHODS)}, got {name!r}")
@@ -69,11 +73,12 @@ def make_settings(
         top_k=top_k,
         hidden=hidden,
         dtype=dtype,
-        policy=policy,
+        policies=tuple(dict.fromkeys(policy)),
         methods=tuple(dict.fromkeys(methods)),
         rounds=iterations,
         threads=threads,
         backward=backward,
+        width=width if experts_compute else None,
     )
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moonep.bench.config import REFERENCE, Case, Settings
+from moonep.bench.config import HOME, REFERENCE, Case, Settings, Way
 from moonep.bench.floor import step_floor_secs
 from moonep.bench.group import gather
 from moonep.bench.inputs import Inputs
 from moonep.bench.methods import AnyPlan
-from moonep.bench.timing import PHASES, STEP, TRAIN_STEP, Samples
+from moonep.bench.timing import STEP, TRAIN_STEP, Samples, phases_of
 from moonep.testing import maxvio
 
 __all__ = ["CaseResult", "Figures", "Traffic", "case_result", "median_interval", "traffic"]
@@ -23,13 +23,17 @@ _SUM_BYTES = 4  # of an element of a partial sum
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step moves. Means over ranks, except for the slowest rank's rows."""
+    """What a step moves under a policy. Means over ranks, except for the slowest rank's rows, and sums."""
 
     routed_rows: float  # that a rank sends
     remote_rows: float  # those that go to another rank
     crossings: float  # (token, other rank) pairs: what crosses when each token goes to a rank once
     slowest_rows: int  # rows received by the rank that receives the most
     maxvio: float  # imbalance over experts
+    rank_imbalance: float = 1.0  # rows of the rank that receives the most, over the mean
+    replicas: int = 0  # on all ranks
+    most_replicas: int = 0  # on one rank
+    dropped_rows: int = 0  # on all ranks
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Figures:
     """One line of the table: one phase of one method."""
 
     method: str
+    policy: str
     phase: str
     samples: int
     p50_secs: float
@@ -47,6 +52,8 @@ class Figures:
     floor_secs: float | None
     times_reference: float | None  # how many times faster than the reference; None: not run, or another phase
     times_reference_ci95: tuple[float, float] | None  # of a step, over rounds
+    over_home: float | None  # time over that of the same method under Home; None: not run, or this is Home
+    over_home_ci95: tuple[float, float] | None  # of a step, over rounds
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,16 @@ class CaseResult:
     """All figures of one case, the same on every rank."""
 
     case: Case
-    traffic: Traffic
+    traffic: dict[str, Traffic]  # by policy
     copy_bytes_per_sec: float
-    steps_per_block: dict[str, int]
+    steps_per_block: dict[Way, int]
     figures: list[Figures]
+    peak_bytes: dict[Way, int]  # of the rank that takes most memory for a step; empty: not measured
+
+    @property
+    def any_traffic(self) -> Traffic:
+        """That of the first policy; imbalance over experts is the same under all."""
+        return next(iter(self.traffic.values()))
 
 
 def traffic(plan: AnyPlan, inputs: Inputs, rank: int, num_experts: int) -> Traffic:
@@ -70,34 +83,52 @@ def traffic(plan: AnyPlan, inputs: Inputs, rank: int, num_experts: int) -> Traff
     crossings = goes_TR[:, :num_ranks].sum() - goes_TR[:, rank].sum()
     mean = gather(torch.stack([routes, remote, crossings])).double().mean(0).tolist()
     imbalance = maxvio(gather(inputs.topk_idx).numpy(), num_experts)
-    return Traffic(mean[0], mean[1], mean[2], int(plan.rank_rows.max()), imbalance)
+    filled_R = (plan.replicas >= 0).sum(1)
+    return Traffic(
+        routed_rows=mean[0],
+        remote_rows=mean[1],
+        crossings=mean[2],
+        slowest_rows=int(plan.rank_rows.max()),
+        maxvio=imbalance,
+        rank_imbalance=(plan.rank_rows.max() * num_ranks / plan.rank_rows.sum().clamp(min=1)).item(),
+        replicas=int(filled_R.sum()),
+        most_replicas=int(filled_R.max()),
+        dropped_rows=int(gather(torch.tensor(plan.num_dropped)).sum()),
+    )
 
 
 def case_result(
-    settings: Settings, case: Case, traffic: Traffic, copy_bytes_per_sec: float, samples: dict[str, Samples]
+    settings: Settings,
+    case: Case,
+    traffic: dict[str, Traffic],
+    copy_bytes_per_sec: float,
+    samples: dict[Way, Samples],
+    peak_bytes: dict[Way, int],
 ) -> CaseResult:
-    """Every phase of every method."""
-    floor_secs = step_floor_secs(traffic.slowest_rows, settings.row_bytes, copy_bytes_per_sec)
-    phases = [*PHASES, STEP] + ([TRAIN_STEP] if settings.backward else [])
+    """Every phase of every method under every policy."""
+    phases = [*phases_of(settings), STEP] + ([TRAIN_STEP] if settings.backward else [])
     peers = {peer.name for peer in settings.peers}
     figures = []
-    for method in samples:
-        plans = method not in peers  # a peer does it in its dispatch
+    for way in samples:
+        plans = way.method not in peers  # a peer does it in its dispatch
         for phase in phases if plans else phases[1:]:
-            moved_bytes = _moved_bytes(method, phase, settings, traffic)
-            figures.append(_figures(method, phase, samples, moved_bytes, floor_secs, plans or phase != phases[1]))
-    steps = {method: sample.steps_per_block for method, sample in samples.items()}
-    return CaseResult(case, traffic, copy_bytes_per_sec, steps, figures)
+            figures.append(
+                _figures(
+                    settings, way, phase, samples, traffic[way.policy], copy_bytes_per_sec, plans or phase != phases[1]
+                )
+            )
+    steps = {way: sample.steps_per_block for way, sample in samples.items()}
+    return CaseResult(case, traffic, copy_bytes_per_sec, steps, figures, peak_bytes)
 
 
 # How many row movements out (as dispatch) and home (as combine) a phase holds. dispatch's backward is combine, and
 # combine's is dispatch.
-_MOVEMENTS = {"plan": (0, 0), "dispatch": (1, 0), "combine": (0, 1), STEP: (1, 1), TRAIN_STEP: (2, 2)}
+_MOVEMENTS = {"dispatch": (1, 0), "combine": (0, 1), STEP: (1, 1), TRAIN_STEP: (2, 2)}
 
 
 def _moved_bytes(method: str, phase: str, settings: Settings, traffic: Traffic) -> tuple[float, float | None]:
     """(logical, wire) bytes of a rank; None: not known."""
-    out, home = _MOVEMENTS[phase]
+    out, home = _MOVEMENTS.get(phase, (0, 0))
     logical = traffic.routed_rows * settings.row_bytes * (out + home)
     sends_rows = {REFERENCE: True} | {peer.name: peer.sends_rows for peer in settings.peers}
     if sends_rows.get(method) is False:
@@ -109,23 +140,34 @@ def _moved_bytes(method: str, phase: str, settings: Settings, traffic: Traffic) 
 
 
 def _figures(
-    method: str,
+    settings: Settings,
+    way: Way,
     phase: str,
-    samples: dict[str, Samples],
-    moved_bytes: tuple[float, float | None],
-    floor_secs: float,
+    samples: dict[Way, Samples],
+    traffic: Traffic,
+    copy_bytes_per_sec: float,
     comparable: bool,
 ) -> Figures:
-    secs = np.array(samples[method].secs[phase])
-    ratio = ratio_interval = None
-    if REFERENCE in samples and comparable:
-        baseline = np.array(samples[REFERENCE].secs[phase])
-        ratio = float(np.median(baseline) / np.median(secs))
-        if phase in (STEP, TRAIN_STEP):  # one sample a round, of neighbours in time
-            ratio_interval = median_interval(baseline / secs)
-    movements = sum(_MOVEMENTS[phase])
+    secs = np.array(samples[way].secs[phase])
+    whole = phase in (STEP, TRAIN_STEP)  # one sample a round, of neighbours in time
+
+    def over(other: Way) -> tuple[float | None, tuple[float, float] | None]:
+        """The time of another way over this one's."""
+        if other not in samples or not comparable:
+            return None, None
+        baseline = np.array(samples[other].secs[phase])
+        return float(np.median(baseline) / np.median(secs)), median_interval(baseline / secs) if whole else None
+
+    times_reference, times_reference_ci95 = over(Way(REFERENCE, way.policy))
+    times_home, times_home_ci95 = over(Way(way.method, HOME)) if way.policy != HOME else (None, None)
+    moved_bytes = _moved_bytes(way.method, phase, settings, traffic)
+    movements = sum(_MOVEMENTS.get(phase, ()))
+    # What memory allows for computing is not known here.
+    has_floor = movements > 0 and (settings.width is None or not whole)
+    floor_secs = step_floor_secs(traffic.slowest_rows, settings.row_bytes, copy_bytes_per_sec) * movements / 2
     return Figures(
-        method=method,
+        method=way.method,
+        policy=way.policy,
         phase=phase,
         samples=len(secs),
         p50_secs=float(np.median(secs)),
@@ -133,9 +175,11 @@ def _figures(
         p50_ci95_secs=median_interval(secs),
         logical_bytes=moved_bytes[0] if movements else None,
         wire_bytes=moved_bytes[1] if movements else None,
-        floor_secs=floor_secs * movements / 2 if movements else None,
-        times_reference=ratio,
-        times_reference_ci95=ratio_interval,
+        floor_secs=floor_secs if has_floor else None,
+        times_reference=times_reference,
+        times_reference_ci95=times_reference_ci95,
+        over_home=times_home and 1 / times_home,
+        over_home_ci95=times_home_ci95 and (1 / times_home_ci95[1], 1 / times_home_ci95[0]),
     )
 
 

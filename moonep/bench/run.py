@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from moonep.bench.config import REFERENCE, Case, Settings
+from moonep.bench.config import REFERENCE, Case, Settings, Way
 from moonep.bench.floor import copy_bytes_per_sec
-from moonep.bench.inputs import make_inputs
-from moonep.bench.methods import make_method
-from moonep.bench.results import CaseResult, case_result, traffic
-from moonep.bench.timing import time_methods
-from moonep.bench.verify import verify, verify_peers
+from moonep.bench.group import gather
+from moonep.bench.inputs import Inputs, make_inputs, make_weights
+from moonep.bench.memory import peak_bytes
+from moonep.bench.methods import Method, make_method
+from moonep.bench.results import CaseResult, Traffic, case_result, traffic
+from moonep.bench.timing import run_step, time_methods
+from moonep.bench.verify import verify, verify_experts, verify_peers
 from moonep.testing import RankPool
 
 __all__ = ["joined_group", "measure_case", "run_in_group", "run_in_pool"]
@@ -44,24 +46,52 @@ class _Progress:
 def measure_case(rank: int, settings: Settings, case: Case) -> CaseResult:
     """Checks, then times. Collective over the default group; the same result on every rank."""
     progress = _Progress(rank, case)
+    weights = [] if settings.width is None else make_weights(settings, rank)
+    peers = {peer: Way(peer.name, settings.policies[0]) for peer in settings.peers}
     with contextlib.ExitStack() as stack:
-        methods = {}
-        for name in (*settings.methods, *(peer.name for peer in settings.peers)):
-            methods[name] = make_method(name, settings, case)
-            stack.callback(methods[name].close)
+        methods: dict[Way, Method] = {}
+        for way in (*settings.ways, *peers.values()):
+            methods[way] = make_method(way.method, settings, case, way.policy, weights)
+            stack.callback(methods[way].close)
         progress("making inputs")  # after the Buffers, which refuse what does not fit the machine
         inputs = make_inputs(settings, case, rank)
         progress("checking results against the reference")
-        baseline = methods.get(REFERENCE) or make_method(REFERENCE, settings, case)
-        ours = {name: methods[name] for name in settings.methods}
-        verify({REFERENCE: baseline, **ours}, inputs, settings.backward)
-        verify_peers({peer: methods[peer.name] for peer in settings.peers}, baseline, inputs)
-        moved = traffic(baseline.plan(inputs.topk_idx), inputs, rank, settings.num_experts)
+        moved: dict[str, Traffic] = {}
+        for policy in settings.policies:
+            baseline = methods.get(Way(REFERENCE, policy)) or make_method(REFERENCE, settings, case, policy, weights)
+            ours = {REFERENCE: baseline} | {name: methods[Way(name, policy)] for name in settings.methods}
+            verify(ours, inputs, settings.backward)
+            if settings.width is not None:
+                verify_experts(ours, inputs, settings.backward)
+            verify_peers({peer: methods[way] for peer, way in peers.items()}, baseline, inputs)
+            moved[policy] = traffic(baseline.plan(inputs.topk_idx), inputs, rank, settings.num_experts)
+        peaks: dict[Way, int] = {}
+        if settings.width is not None:
+            progress("measuring memory")
+            peaks = {way: peak for way in settings.ways if (peak := _peak_bytes(way, settings, case, inputs, weights))}
         progress("measuring copy bandwidth")
         bytes_per_sec = copy_bytes_per_sec(settings.threads)
-        samples = time_methods(methods, inputs, settings.rounds, settings.backward, progress)
+        samples = time_methods(methods, inputs, settings, progress)
         progress.done()
-        return case_result(settings, case, moved, bytes_per_sec, samples)
+        return case_result(settings, case, moved, bytes_per_sec, samples, peaks)
+
+
+def _peak_bytes(
+    way: Way, settings: Settings, case: Case, inputs: Inputs, weights: Sequence[torch.nn.Parameter]
+) -> int | None:
+    """Memory of a step of a method that is made for it, on the rank that takes most; None: not known. Collective."""
+
+    def run() -> None:
+        method = make_method(way.method, settings, case, way.policy, weights)
+        try:
+            for _ in range(2):
+                run_step(method, inputs, settings.width is not None, settings.backward)
+        finally:
+            method.close()
+
+    peak = peak_bytes(run)
+    peak_R = gather(torch.tensor(-1 if peak is None else peak))
+    return None if peak_R.min() < 0 else int(peak_R.max())
 
 
 def run_in_pool(settings: Settings) -> Iterator[CaseResult]:

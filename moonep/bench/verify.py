@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from moonep.bench.config import REFERENCE, Peer
 from moonep.bench.group import gather
 from moonep.bench.inputs import Inputs
-from moonep.bench.methods import AnyPlan, Method
+from moonep.bench.methods import AnyPlan, ExpertsMethod, Method
+from moonep.plan import Plan
+from moonep.reference import ReferencePlan
 
-__all__ = ["VerificationError", "verify", "verify_peers"]
+__all__ = ["VerificationError", "verify", "verify_experts", "verify_peers"]
 
-_PLAN_FIELDS = ("group_experts", "group_sizes", "group_ends", "rank_rows", "dst_rank", "dst_row")
+_PLAN_FIELDS = ("group_experts", "group_sizes", "group_ends", "replicas", "rank_rows", "dst_rank", "dst_row")
 
 
 class VerificationError(Exception):
@@ -36,6 +40,57 @@ def verify(methods: dict[str, Method], inputs: Inputs, backward: bool) -> None:
     expected = _outcome(methods[REFERENCE], inputs, backward)
     for name, method in ours.items():
         _raise_everywhere(name, _differences(_outcome(method, inputs, backward), expected))
+
+
+def verify_experts(methods: dict[str, Method], inputs: Inputs, backward: bool) -> None:
+    """One step with experts against the reference: replicated weights bit for bit, what is computed within rounding.
+
+    How a product of matrices rounds may depend on where its operands lie. Collective.
+    """
+    expected = _through_experts(methods[REFERENCE], inputs, backward)
+    tolerance = max(1e-5, 4 * torch.finfo(inputs.x.dtype).eps)
+    for name, method in methods.items():
+        if name == REFERENCE:
+            continue
+        found = _through_experts(method, inputs, backward)
+        wrong = []
+        for what, tensor in expected.items():
+            same = _same_bits if what.startswith("replicated") else _close_to(tolerance)
+            if not same(found[what], tensor):
+                wrong.append(what)
+        _raise_everywhere(name, wrong)
+
+
+def _through_experts(method: Method, inputs: Inputs, backward: bool) -> dict[str, torch.Tensor]:
+    computes = cast(ExpertsMethod, method)
+    x = inputs.x.clone().requires_grad_(backward)
+    with torch.set_grad_enabled(backward):
+        plan = method.plan(inputs.topk_idx)
+        recv = method.dispatch(x, plan, inputs.topk_weights)
+        y = method.combine(computes.experts(recv.x, plan), plan, recv.weights)
+        if backward:
+            torch.autograd.backward(y, inputs.x.flip(0))
+    tensors = {"y through experts": y.detach()}
+    if backward:
+        assert x.grad is not None
+        tensors["gradient of x through experts"] = x.grad
+    with torch.no_grad():
+        for i, (weight, whole) in enumerate(zip(computes.weights, computes.replicate(plan), strict=True)):
+            tensors[f"replicated weights [{i}]"] = whole
+            if weight.grad is not None:
+                tensors[f"gradient of the experts' weights [{i}]"] = weight.grad
+            weight.grad = None
+    return tensors
+
+
+def _close_to(tolerance: float) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """Within `tolerance` of the largest value."""
+
+    def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+        scale = b.abs().max().item() if b.numel() else 0.0
+        return a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=tolerance * scale)
+
+    return close
 
 
 def verify_peers(peers: dict[Peer, Method], baseline: Method, inputs: Inputs) -> None:
@@ -71,8 +126,7 @@ def _outcome(method: Method, inputs: Inputs, backward: bool) -> _Outcome:
     topk_weights = inputs.topk_weights.clone().requires_grad_(backward)
     plan = method.plan(inputs.topk_idx)
     recv = method.dispatch(x, plan, topk_weights)
-    factors_G = 1 + plan.group_experts % 8 / 8
-    factors = torch.repeat_interleave(factors_G, plan.group_sizes).to(x.dtype)
+    factors = _factors(plan, len(recv.x)).to(x.dtype)
     y = method.combine(recv.x * factors[:, None], plan, recv.weights)
     tensors = {"received rows": recv.x, "received weights": recv.weights, "y": y}
     if backward:
@@ -81,6 +135,15 @@ def _outcome(method: Method, inputs: Inputs, backward: bool) -> _Outcome:
         tensors["gradient of x"] = x.grad
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     return _Outcome(plan, tensors, topk_weights.grad)
+
+
+def _factors(plan: AnyPlan, num_rows: int) -> torch.Tensor:
+    """[N], another one for every expert, and 1 for rows past the last group."""
+    sizes_G = plan.group_sizes  # peers have no padding
+    if isinstance(plan, (Plan, ReferencePlan)):
+        sizes_G = plan.group_ends.long().diff(prepend=plan.group_ends.new_zeros(1))
+    factors = torch.repeat_interleave(1 + plan.group_experts % 8 / 8, sizes_G)
+    return torch.nn.functional.pad(factors, (0, num_rows - len(factors)), value=1.0)
 
 
 def _differences(found: _Outcome, expected: _Outcome) -> list[str]:

@@ -44,7 +44,26 @@ __all__ = ["bench_command"]
     show_default=True,
     help="Of the rows.",
 )
-@click.option("--policy", type=click.Choice(["home"]), default="home", show_default=True, help="Where rows may go.")
+@click.option(
+    "--policy",
+    type=_Listed(str, "POLICY,...", "policies separated by commas, such as home,balanced:0.05"),
+    default="home",
+    show_default=True,
+    help="Where rows may go; a list of home, capacity:FACTOR, balanced, balanced:SLACK, balanced:SLACK:MAX_REPLICAS.",
+)
+@click.option(
+    "--experts-compute",
+    is_flag=True,
+    help="Time the whole layer: experts compute, replicas get their weights; also its memory.",
+)
+@click.option(
+    "--width",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=64,
+    show_default=True,
+    help="Of an expert's hidden layer, for --experts-compute.",
+)
 @click.option(
     "--transport",
     type=Listed(str, "NAME,...", "names separated by commas, such as reference,shm"),
