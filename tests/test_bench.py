@@ -97,6 +97,7 @@ def test_one_rank_alone() -> None:
         ({"policy": ("balanced:nan",)}, "--policy.*got 'balanced:nan'"),
         ({"policy": ("capacity:0",)}, "--policy.*got 'capacity:0'"),
         ({"policy": ("",)}, "--policy.*got ''"),
+        ({"maxvio": (), "experts": None, "topk": None, "hot_together": True}, "--hot-together"),
     ],
 )
 def test_options_that_contradict(options: dict[str, Any], message: str) -> None:
@@ -197,6 +198,18 @@ def test_ranks_hold_different_tokens_of_one_routing() -> None:
     assert all(torch.equal(first, second) for first, second in zip(b, again, strict=True))
     assert b.x.shape == (64, 16)
     assert b.x.dtype == torch.bfloat16
+
+
+def test_where_hot_experts_are_at_home() -> None:
+    """The same routing but for the ids, which are in the order of load."""
+    apart, together = (settings_with(tokens=(64,), hot_together=hot) for hot in (False, True))
+    loads = []
+    for settings in (apart, together):
+        idx = torch.cat([make_inputs(settings, Case(64, 3.0), rank).topk_idx for rank in range(2)])
+        loads.append(torch.bincount(idx.flatten(), minlength=32))
+    assert torch.equal(loads[0].sort(descending=True).values, loads[1])
+    assert not torch.equal(loads[0], loads[1])
+    assert "lognormal, hot together" in case_table(together, made_up_result(together))
 
 
 def test_a_trace_is_replayed(tmp_path: Path) -> None:

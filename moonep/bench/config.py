@@ -74,6 +74,7 @@ class Settings:
     rounds: int  # timed blocks of every method
     threads: int  # of every rank
     backward: bool
+    hot_together: bool = False  # popular experts have neighbouring homes; else they lie where chance puts them
     width: int | None = None  # of the experts that a step computes; None: it only carries rows
     peers: tuple[Peer, ...] = ()
 

@@ -1,7 +1,8 @@
 """The routing and the tensors of a case.
 
 Experts are popular whatever their ids, and the same ones on all ranks: each rank has its part of one routing. So hot
-experts lie where chance puts them, not evenly over their homes.
+experts lie where chance puts them, not evenly over their homes; or, if asked for, all on the first ranks, which is the
+worst for a rank that such a routing can have.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from moonep.bench.config import DTYPE_BYTES, Case, Settings
@@ -40,6 +42,9 @@ def make_inputs(settings: Settings, case: Case, rank: int) -> Inputs:
         all_idx = lognormal_routing(
             settings.num_ranks * num_tokens, settings.num_experts, settings.top_k, case.maxvio, _SEED
         )
+        if settings.hot_together:
+            loads = np.bincount(all_idx.ravel(), minlength=settings.num_experts)
+            all_idx = np.argsort(np.argsort(-loads, kind="stable"), kind="stable")[all_idx]
         topk_idx = torch.from_numpy(all_idx[rank * num_tokens : (rank + 1) * num_tokens])
         weights = topk_weights(num_tokens, settings.top_k, _SEED + rank)
     generator = torch.Generator().manual_seed(_SEED + rank)

@@ -33,6 +33,7 @@ def make_settings(
     trace: str | None,
     experts_compute: bool = False,
     width: int = 64,
+    hot_together: bool = False,
 ) -> Settings:
     """The settings that the command line's options mean.
 
@@ -56,6 +57,8 @@ def make_settings(
         raise ValueError("--trace and --maxvio: routing comes from one or the other")
 
     recorded, name = _recorded(trace, maxvio, experts, topk)
+    if hot_together and recorded is not None:
+        raise ValueError("--hot-together: a trace is replayed as it was recorded; use --maxvio")
     num_experts = experts or (recorded.num_experts if recorded is not None else _NUM_EXPERTS)
     top_k = topk or (recorded.top_k if recorded is not None else _TOP_K)
     if top_k > num_experts:
@@ -78,6 +81,7 @@ def make_settings(
         rounds=iterations,
         threads=threads,
         backward=backward,
+        hot_together=hot_together,
         width=width if experts_compute else None,
     )
 

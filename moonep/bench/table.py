@@ -27,13 +27,14 @@ once): half for dispatch, half for combine; rows of the fullest rank."""
 
 EXPERTS_FOOTNOTE = """\
 A step is plan, dispatch, replicate, experts (grouped products of moonep.nn),
-combine; replicate is what fetching the weights of replicas takes. Experts are
-popular whatever their ids, and the same ones on all ranks, so hot ones lie on
-any rank. Memory is what one step makes resident on a rank that has tokens and
-weights, at its peak (VmHWM); the rank that takes most."""
+combine; replicate is what fetching the weights of replicas takes. Memory is
+what one step makes resident on a rank that has tokens and weights, at its peak
+(VmHWM); the rank that takes most."""
 
 POLICIES_FOOTNOTE = """\
-Rows over the mean: of the fullest rank. A policy is compared with home, of the
+Experts of a lognormal routing are popular whatever their ids, the same ones on
+all ranks: hot ones are at home where chance puts them (with --hot-together, on
+the first ranks). Rows over the mean: of the fullest rank. A policy is compared with home, of the
 same method: time over time, medians; 95 % confidence over rounds in brackets.
 Without --experts-compute no weights are replicated, and a step is cheaper than
 in a layer where the policy makes replicas."""
@@ -81,7 +82,8 @@ def routing_name(settings: Settings, result: CaseResult) -> str:
 
 
 def _source(settings: Settings, result: CaseResult) -> str:
-    return f"trace {settings.trace_name}" if result.case.maxvio is None else "lognormal"
+    lognormal = "lognormal, hot together" if settings.hot_together else "lognormal"
+    return f"trace {settings.trace_name}" if result.case.maxvio is None else lognormal
 
 
 def _achieved(result: CaseResult) -> str:

@@ -31,6 +31,7 @@ __all__ = ["bench_command"]
     default=(),
     help="Lognormal routing of this imbalance, max load / mean - 1, instead of a trace; a list.",
 )
+@click.option("--hot-together", is_flag=True, help="With --maxvio: hot experts are at home on the first ranks.")
 @click.option("--trace", metavar="FILE", help="Routing to replay: a file or a built-in name.  [default: pydoc]")
 @click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Experts in all.  [default: the trace's, 896]")
 @click.option("--topk", type=click.IntRange(min=1), metavar="N", help="Experts of a token.  [default: the trace's, 16]")
