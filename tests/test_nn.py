@@ -288,7 +288,7 @@ def test_wrong_arguments(ep: moonep.Buffer) -> None:
         experts(torch.zeros(3, 16), plan)
     with pytest.raises(ValueError, match="width: expected at least 1, got 0"):
         Experts(ep, 0)
-    with pytest.raises(ValueError, match="activation: expected one of swiglu, got 'relu'"):
+    with pytest.raises(ValueError, match="activation: expected one of swiglu, gelu, situ_glu, got 'relu'"):
         Experts(ep, 8, activation="relu")
     with make_buffer() as other, pytest.raises(moonep.errors.ForeignPlanError):
         experts(torch.zeros(4, 16), other.plan(torch.tensor([[0, 1], [2, 1]])))

@@ -293,6 +293,21 @@ NB_MODULE(_C, m) {
       },
       "dst"_a, "dst_index"_a, "dst_base"_a, "src"_a, "src_index"_a, "src_base"_a, "count"_a, Unlocked());
 
+  m.def(
+      "situ_glu",
+      [](Address out, Address gate_up, int64_t num_rows, int64_t width, int dtype, int64_t threads) {
+        situ_glu(at<char>(out), at<const char>(gate_up), num_rows, width, static_cast<Dtype>(dtype), threads);
+      },
+      "out"_a, "gate_up"_a, "num_rows"_a, "width"_a, "dtype"_a, "threads"_a, Unlocked());
+  m.def(
+      "situ_glu_backward",
+      [](Address grad_gate_up, Address gate_up, Address grad, int64_t num_rows, int64_t width, int dtype,
+         int64_t threads) {
+        situ_glu_backward(at<char>(grad_gate_up), at<const char>(gate_up), at<const char>(grad), num_rows, width,
+                          static_cast<Dtype>(dtype), threads);
+      },
+      "grad_gate_up"_a, "gate_up"_a, "grad"_a, "num_rows"_a, "width"_a, "dtype"_a, "threads"_a, Unlocked());
+
   // ---- memory ----
   nb::class_<Pool::Block>(m, "Block", nb::type_slots(block_slots)).def_prop_ro("address", [](const Pool::Block& self) {
     return reinterpret_cast<Address>(self.data());

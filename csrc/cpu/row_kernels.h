@@ -33,6 +33,9 @@ struct RowKernels {
   void (*sum_parts[kNumDtypes])(void* dst, const Part* parts, int64_t count, int64_t n, bool payload_wire);
   void (*scale[kNumDtypes])(void* dst, const void* src, float weight, int64_t n);
   float (*dot[kNumDtypes])(const void* a, const void* b, int64_t n);
+  // situ_impl.h, of a row's n gates and then n ups, in fp32, rounded once; backward gives the gradients of both.
+  void (*situ_glu[kNumDtypes])(void* out, const void* gate_up, int64_t n);
+  void (*situ_glu_backward[kNumDtypes])(void* grad_gate_up, const void* gate_up, const void* grad, int64_t n);
 };
 
 const RowKernels& generic_kernels();

@@ -341,16 +341,20 @@ void stream(void* dst, const void* src, size_t bytes) { memcpy(dst, src, bytes);
 void fence() {}
 #endif
 
-#define MOONEP_ROW_KERNELS(name)                                     \
-  {                                                                  \
-      name,                                                          \
-      stream,                                                        \
-      fence,                                                         \
-      {sum_rows<Float32>, sum_rows<BFloat16>, sum_rows<Float16>},    \
-      {sum_parts<Float32>, sum_parts<BFloat16>, sum_parts<Float16>}, \
-      {scale<Float32>, scale<BFloat16>, scale<Float16>},             \
-      {dot<Float32>, dot<BFloat16>, dot<Float16>},                   \
-  }
-
 }  // namespace
 }  // namespace moonep
+
+#include "cpu/situ_impl.h"
+
+#define MOONEP_ROW_KERNELS(name)                                                             \
+  {                                                                                          \
+      name,                                                                                  \
+      stream,                                                                                \
+      fence,                                                                                 \
+      {sum_rows<Float32>, sum_rows<BFloat16>, sum_rows<Float16>},                            \
+      {sum_parts<Float32>, sum_parts<BFloat16>, sum_parts<Float16>},                         \
+      {scale<Float32>, scale<BFloat16>, scale<Float16>},                                     \
+      {dot<Float32>, dot<BFloat16>, dot<Float16>},                                           \
+      {situ_glu<Float32>, situ_glu<BFloat16>, situ_glu<Float16>},                            \
+      {situ_glu_backward<Float32>, situ_glu_backward<BFloat16>, situ_glu_backward<Float16>}, \
+  }

@@ -29,6 +29,9 @@ int64_t rows_per_thread(int64_t row_bytes) {
   return std::max<int64_t>(1, kThreadBytes / std::max<int64_t>(1, row_bytes));
 }
 
+// Rows whose activations take longer than the start of a thread.
+int64_t activations_per_thread(int64_t width) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)); }
+
 }  // namespace
 
 const RowKernels& row_kernels() { return *chosen().load(std::memory_order_relaxed); }
@@ -204,6 +207,26 @@ void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossin
       }
       kernels.sum_parts[dtype](y + t * row_bytes, parts.data(), parts.size(), width, sums.payload_wire);
     }
+  });
+}
+
+void situ_glu(char* out, const char* gate_up, int64_t num_rows, int64_t width, Dtype dtype, int64_t threads) {
+  const RowKernels& kernels = row_kernels();
+  const int64_t row_bytes = width * dtype_bytes(dtype);
+  parallel_for(num_rows, threads, activations_per_thread(width), [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i)
+      kernels.situ_glu[dtype](out + i * row_bytes, gate_up + 2 * i * row_bytes, width);
+  });
+}
+
+void situ_glu_backward(char* grad_gate_up, const char* gate_up, const char* grad, int64_t num_rows, int64_t width,
+                       Dtype dtype, int64_t threads) {
+  const RowKernels& kernels = row_kernels();
+  const int64_t row_bytes = width * dtype_bytes(dtype);
+  parallel_for(num_rows, threads, activations_per_thread(width), [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i)
+      kernels.situ_glu_backward[dtype](grad_gate_up + 2 * i * row_bytes, gate_up + 2 * i * row_bytes,
+                                       grad + i * row_bytes, width);
   });
 }
 

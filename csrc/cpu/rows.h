@@ -57,6 +57,13 @@ struct Sums {
 void finish(char* y, int64_t width, Dtype dtype, const Sums& sums, const Crossings& out, const Crossings& in,
             int64_t begin, int64_t end, int64_t threads);
 
+// out[i] = SiTU-GLU (situ_impl.h) of row i of gate_up: `width` gates, then as many ups. All in `dtype`.
+void situ_glu(char* out, const char* gate_up, int64_t num_rows, int64_t width, Dtype dtype, int64_t threads);
+
+// The gradient of gate_up [num_rows, 2 * width] from that of out [num_rows, width].
+void situ_glu_backward(char* grad_gate_up, const char* gate_up, const char* grad, int64_t num_rows, int64_t width,
+                       Dtype dtype, int64_t threads);
+
 // Zeroes the padding at the end of every group, and the rows behind the last one.
 void zero_padding(char* rows, int64_t num_rows, int64_t row_bytes, const int64_t* group_sizes,
                   const int32_t* group_ends, int64_t groups);

@@ -8,6 +8,7 @@
 `import moonep` does not load this package: `import moonep.nn` does.
 """
 
+from moonep.nn.activations import situ_glu
 from moonep.nn.balancing import AuxiliaryLoss, Balancing, QuantileBalancing, SignBalancing
 from moonep.nn.experts import Experts
 from moonep.nn.moe import MoE
@@ -23,4 +24,5 @@ __all__ = [
     "QuantileBalancing",
     "SignBalancing",
     "TopKRouter",
+    "situ_glu",
 ]

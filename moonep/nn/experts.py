@@ -10,20 +10,19 @@ import torch
 from torch import nn
 
 from moonep.buffer import Buffer
+from moonep.nn.activations import geglu, situ_glu, swiglu
 from moonep.nn.grouped import grouped_linear
 from moonep.plan import Plan
 
 __all__ = ["Experts"]
 
 
-def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: [N, 2F] -> [N, F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return nn.functional.silu(gate) * up
-
-
 # What stands between the two products: [N, 2F] -> [N, F].
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swiglu": _swiglu}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": swiglu,
+    "gelu": geglu,
+    "situ_glu": situ_glu,
+}
 
 # nn.Linear's: uniform within 1 / sqrt(in) of 0.
 _like_linear = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
@@ -47,7 +46,7 @@ class Experts(nn.Module):
     Args:
         ep: carries the rows; a copy of the module shares it.
         width: F, of an expert's hidden layer.
-        activation: "swiglu": silu(gate) * up.
+        activation: "swiglu": silu(gate) * up; "gelu": gelu(gate) * up (GEGLU); "situ_glu": see `situ_glu`.
         bias: whether both products add one.
         dtype: of the parameters; None: the Buffer's.
         device: of the parameters; None: torch's default. On "meta" they are not drawn: call `reset_parameters` later.
