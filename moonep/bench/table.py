@@ -34,10 +34,10 @@ what one step makes resident on a rank that has tokens and weights, at its peak
 POLICIES_FOOTNOTE = """\
 Experts of a lognormal routing are popular whatever their ids, the same ones on
 all ranks: hot ones are at home where chance puts them (with --hot-together, on
-the first ranks). Rows over the mean: of the fullest rank. A policy is compared with home, of the
-same method: time over time, medians; 95 % confidence over rounds in brackets.
-Without --experts-compute no weights are replicated, and a step is cheaper than
-in a layer where the policy makes replicas."""
+the first ranks). Rows over the mean: of the fullest rank. A policy is compared
+with home, of the same method: time over time, medians; 95 % confidence over
+rounds in brackets. Without --experts-compute no weights are replicated, and a
+step is cheaper than in a layer where the policy makes replicas."""
 
 
 def configuration(settings: Settings) -> str:

@@ -47,7 +47,7 @@ __all__ = ["bench_command"]
 )
 @click.option(
     "--policy",
-    type=_Listed(str, "POLICY,...", "policies separated by commas, such as home,balanced:0.05"),
+    type=Listed(str, "POLICY,...", "policies separated by commas, such as home,balanced:0.05"),
     default="home",
     show_default=True,
     help="Where rows may go; a list of home, capacity:FACTOR, balanced, balanced:SLACK, balanced:SLACK:MAX_REPLICAS.",
