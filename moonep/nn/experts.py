@@ -138,24 +138,25 @@ class Experts(nn.Module):
         pairs = self.ep.replicate_apart(plan, *parameters)
         group_ends, num_home = plan.group_ends.tolist(), self.w_gate_up.shape[0]
         num_used = int((plan.group_experts[num_home:] >= 0).sum())
-        for home, slots in pairs:
-            if (home.shape[0], slots.shape[0]) != (num_home, num_used):
+        for at_home, in_slots in ((len(home), len(slots)) for home, slots in pairs):
+            if (at_home, in_slots) != (num_home, num_used):
                 raise ValueError(
                     f"plan: rank {self.ep.rank} has rows of {num_home} experts at home and {num_used} replicas, but "
-                    f"weights for {home.shape[0]} and {slots.shape[0]}: rows would go through wrong experts"
+                    f"weights for {at_home} and {in_slots}: rows would go through wrong experts"
                 )
         home_ends, slot_ends = group_ends[:num_home], group_ends[num_home : num_home + num_used]
-        if num_used == 0:
-            return self._run(rows, [home for home, _ in pairs], home_ends)
+        at_home = home_ends[-1] if home_ends else 0
+        in_slots = slot_ends[-1] - at_home if slot_ends else 0
+        unused = rows.shape[0] - at_home - in_slots
+        homes, slots = ([pair[i] for pair in pairs] for i in (0, 1))
+        if in_slots == 0 and unused == 0:
+            return self._run(rows, homes, home_ends)
         # Apart, so that no home weight is copied; the rows are, which is little beside what is computed with them.
-        end = home_ends[-1] if home_ends else 0
-        at_home, in_slots = torch.split(rows, [end, rows.shape[0] - end])
-        return torch.cat(
-            [
-                self._run(at_home, [home for home, _ in pairs], home_ends),
-                self._run(in_slots, [slots for _, slots in pairs], [each - end for each in slot_ends]),
-            ]
-        )
+        home_rows, slot_rows, unused_rows = torch.split(rows, [at_home, in_slots, unused])
+        parts = [self._run(home_rows, homes, home_ends)]
+        if num_used:
+            parts.append(self._run(slot_rows, slots, [end - at_home for end in slot_ends]))
+        return torch.cat([*parts, torch.zeros_like(unused_rows)])
 
     def _run(self, rows: torch.Tensor, weights: list[torch.Tensor], group_ends: list[int]) -> torch.Tensor:
         device, dtype = rows.device.type, rows.dtype
