@@ -36,7 +36,19 @@ def refusal(*options: str) -> str:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tables_fit_80_columns(name: str) -> None:
-    text = run("--model", name, "--ranks", "64", "--machine", "gb200-nvl72", "--training", "--memory-gib", "1")
+    text = run(
+        "--model",
+        name,
+        "--ranks",
+        "64",
+        "--machine",
+        "gb200-nvl72",
+        "--training",
+        "--memory-gib",
+        "1",
+        "--tokens",
+        "64",
+    )
     assert max(map(len, text.splitlines())) <= 80
     assert "does not fit into 1.0 GiB" in text
     assert "the best slack here is" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from moonep.policy import Balanced, Capacity, Home, Policy, home_rank
 from moonep.sizing import loads, memory, wire
 from moonep.sizing.hardware import ACCELERATORS, FABRICS, Hardware, from_doctor
 from moonep.sizing.models import MODELS, Model
+from moonep.sizing.report import Cluster, examine
 from moonep.sizing.routing import Lognormal, Recorded, Tokens
 from moonep.sizing.setting import Setting
 from moonep.sizing.times import SLACKS, Step, Steps
@@ -136,6 +138,19 @@ def test_no_way_of_sending_is_worse_than_the_one_before() -> None:
             for each in (counted.routes, counted.per_rank, counted.per_host)
         ]
         assert across == sorted(across, reverse=True)
+
+
+@pytest.mark.parametrize("policy", [Home(), Balanced(0.0), Balanced(0.05)], ids=str)
+def test_some_tokens_stand_for_all(policy: Policy) -> None:
+    tokens, hosts = skewed_tokens(4, 400, 24, 3), [0, 0, 1, 1]
+    whole = wire.count(tokens, policy, 24, hosts)
+    same = wire.count(tokens, policy, 24, hosts, whole=whole.load)
+    assert same.per_rank.tolist() == whole.per_rank.tolist()
+    some = wire.count(Tokens(tokens.topk_idx[:, ::4], None), policy, 24, hosts, whole=whole.load)
+    assert some.tokens_per_rank == 100
+    assert some.load.replica_experts.tolist() == whole.load.replica_experts.tolist()
+    np.testing.assert_allclose(4 * some.per_rank, whole.per_rank, rtol=0.3, atol=40)
+    assert 4 * some.per_rank.sum() == pytest.approx(whole.per_rank.sum(), rel=0.03)
 
 
 # ---- loads ----
@@ -357,7 +372,8 @@ def test_phases_by_hand() -> None:
     model = Model("small", 4, 1, 100, 50, 1)
     setting = Setting(model, 4, 2, 10, Home())
     hardware = Hardware("toy", 2, 10**9, 1e6, 1e5, 1e7, "none")
-    step = Step(setting, Tokens(idx, None), hardware, 1e4)
+    found = loads.load(np.full(4, 10), 4, Home(), 40)
+    step = Step(setting, Tokens(idx, None), found, hardware, 1e4)
     phases = step.phases(10)
     assert phases.dispatch_secs == pytest.approx(10 * 200 / 1e4)  # bfloat16 rows over the slower way
     assert phases.combine_secs == pytest.approx(10 * 400 / 1e4)  # float32 sums
@@ -365,7 +381,7 @@ def test_phases_by_hand() -> None:
     assert phases.experts_secs == pytest.approx(max(10 * 6 * 100 * 50 / 1e7, 3 * 100 * 50 * 2 / 1e6))
     assert phases.replicate_secs == 0
     assert step.phases(20).dispatch_secs == pytest.approx(2 * phases.dispatch_secs)
-    training = Step(dataclasses.replace(setting, training=True), Tokens(idx, None), hardware, 1e4).phases(10)
+    training = Step(dataclasses.replace(setting, training=True), Tokens(idx, None), found, hardware, 1e4).phases(10)
     assert training.dispatch_secs == 2 * phases.dispatch_secs
     assert training.experts_secs == 3 * phases.experts_secs
 
@@ -373,14 +389,14 @@ def test_phases_by_hand() -> None:
 def test_balancing_pays_from_some_token_count_on() -> None:
     routing = Lognormal(64, 4, 5.0)
     setting = Setting(Model("small", 64, 4, 512, 256, 1), 8, 8, 1024, Home())
-    steps = Steps(setting, routing.tokens(0, 8, 1024), ACCELERATORS["h200"], FABRICS["400g"])
+    steps = Steps(setting, routing, ACCELERATORS["h200"], FABRICS["400g"])
     threshold = steps.break_even_tokens(Balanced())
     assert threshold is not None
     assert steps.secs(Balanced(), threshold) < steps.secs(Home(), threshold)
     assert steps.secs(Balanced(), threshold - 1) >= steps.secs(Home(), threshold - 1)
     best = steps.best_slack()
     assert all(steps.secs(Balanced(best)) <= steps.secs(Balanced(slack)) for slack in SLACKS)
-    even = Steps(setting, Lognormal(64, 4, 0.0).tokens(0, 8, 1024), ACCELERATORS["h200"], FABRICS["400g"])
+    even = Steps(setting, Lognormal(64, 4, 0.0), ACCELERATORS["h200"], FABRICS["400g"])
     assert even.break_even_tokens(Balanced(0.5)) is None  # no replica, no gain
 
 
@@ -395,3 +411,56 @@ def test_doctor_report_as_hardware() -> None:
     for wrong in ({}, {"copies": None, "machine": {}}, {"copies": {}, "machine": {}}):
         with pytest.raises(ValueError, match=r"report|doctor"):
             from_doctor(wrong, 4)
+
+
+# ---- docs/capacity.md ----
+
+# experts, top-k, hidden, width, layers, bias: written out again, so that a slip in one place shows.
+SHAPES = {
+    "kimi-k3": (896, 16, 3584, 3072, 92, 0),
+    "kimi-k2": (384, 8, 7168, 2048, 60, 0),
+    "deepseek-v3": (256, 8, 7168, 2048, 58, 0),
+    "qwen3-235b-a22b": (128, 8, 4096, 1536, 94, 0),
+    "mixtral-8x7b": (8, 2, 4096, 14336, 32, 0),
+    "gpt-oss-120b": (128, 4, 2880, 2880, 36, 1),
+}
+
+
+def documented() -> list[dict[str, str]]:
+    lines = (Path(__file__).parents[1] / "docs" / "capacity.md").read_text(encoding="utf-8").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("| model |"))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin:] if line.startswith("|")]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def test_documented_bytes_by_hand() -> None:
+    rows = documented()
+    assert [(row["model"], row["R"]) for row in rows] == list(itertools.product(SHAPES, ["8", "64", "128"]))
+    for row in rows:
+        experts, top_k, hidden, width, layers, bias = SHAPES[row["model"]]
+        ranks, tokens = int(row["R"]), 4096
+        expert_bytes = 2 * (3 * hidden * width + bias * (2 * width + hidden))
+        local = -(-experts // ranks)
+        assert row["expert MB"] == f"{expert_bytes / 1e6:.1f}"
+        assert row["experts at home"] == str(local)
+        assert row["GiB at home"] == f"{expert_bytes * local * layers / 2**30:.2f}"
+        assert row["rows, even"] == f"{tokens * top_k:,}"
+        most_rows = -(-tokens * top_k * 105 // 100)
+        assert row["N, Balanced"] == f"{most_rows:,}"
+        assert row["GiB of rows"] == f"{2 * most_rows * hidden * 2 / 2**30:.3f}"
+        sent_bytes = int(row["MB sent"]) * 1e6
+        assert 0 < sent_bytes <= tokens * min(top_k, ranks - 1) * hidden * 2 * 1.01
+        assert int(row["rows, Home"].replace(",", "")) <= -(-ranks * tokens * min(top_k, local))
+
+
+def test_a_documented_row_is_what_is_computed() -> None:
+    row = next(row for row in documented() if (row["model"], row["R"]) == ("mixtral-8x7b", "8"))
+    setting = Setting(MODELS["mixtral-8x7b"], 8, 8, 4096, Home())
+    routing = Lognormal(8, 2, 1.0)
+    report = examine(setting, [Home(), Balanced()], [routing], Cluster(None, None, None), 0.01)
+    home, balanced = report.routings[0].policies
+    sent = next(each for each in home.traffic if each.way == "rank")
+    assert row["MB sent"] == f"{(sent.inside_bytes + sent.across_bytes) / 1e6:.0f}"
+    assert row["rows, Home"] == f"{home.rows_mean:,.0f}"
+    assert row["replicas"] == f"{balanced.replicas_mean:.1f}"
+    assert row["factor for 1%"] == f"{report.routings[0].least_factor:.2f}"

@@ -183,7 +183,7 @@ def _answers(report: Report, figures: RoutingFigures) -> str:
         tokens = figures.break_even_tokens
         lines.append(
             "Balanced is faster than Home "
-            + ("at no number of tokens" if tokens is None else f"from {tokens} tokens a rank on")
+            + ("at no number of tokens" if tokens is None else f"from about {tokens} tokens a rank on")
             + f"; the best slack here is {figures.best_slack:g}"
         )
     for each in figures.policies:

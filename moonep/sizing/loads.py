@@ -31,6 +31,7 @@ Counts = npt.NDArray[np.int64]
 class Load:
     """What a policy makes of one step's routes."""
 
+    totals: Counts  # [E]                 routes of every expert
     rank_rows: Counts  # [R]              real rows of every rank
     num_rows: Counts  # [R]               N of every rank: rows that memory is taken for
     num_dropped: int  # routes, in all ranks
@@ -74,10 +75,10 @@ def load(totals_E: Counts, num_ranks: int, policy: Policy, num_routes: int, expe
         room = policy.rows_per_expert(num_routes, 1, num_experts, expert_alignment)
         kept_E = np.minimum(totals_E, room)
         dropped = int((totals_E - kept_E).sum())
-        return Load(_sums(kept_E, first_R1), np.diff(first_R1) * room, dropped, none, none)
+        return Load(totals_E, _sums(kept_E, first_R1), np.diff(first_R1) * room, dropped, none, none)
     if not isinstance(policy, Balanced):
         padded_E = _align_up(totals_E, expert_alignment)
-        return Load(_sums(totals_E, first_R1), _sums(padded_E, first_R1), 0, none, none)
+        return Load(totals_E, _sums(totals_E, first_R1), _sums(padded_E, first_R1), 0, none, none)
 
     slots = policy.slots_per_rank(num_experts, num_ranks)
     experts_RS, rows_RS = np.empty((2, num_ranks, slots), np.int64)
@@ -93,7 +94,7 @@ def load(totals_E: Counts, num_ranks: int, policy: Policy, num_routes: int, expe
         away_E = np.bincount(experts_RS[used], rows_RS[used], minlength=num_experts).astype(np.int64)
         at_home_R = _sums(_align_up(totals_E - away_E, expert_alignment), first_R1)
         num_rows_R = at_home_R + _align_up(rows_RS, expert_alignment).sum(axis=1)
-    return Load(rank_rows_R, num_rows_R, 0, experts_RS, rows_RS)
+    return Load(totals_E, rank_rows_R, num_rows_R, 0, experts_RS, rows_RS)
 
 
 def most_home_rows(num_ranks: int, num_tokens: int, top_k: int, num_experts: int) -> int:

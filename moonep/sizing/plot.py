@@ -108,8 +108,7 @@ def _times(panel: Any, asked: Asked) -> None:
     setting, cluster, routing = asked.setting, asked.cluster, asked.routings[-1]
     assert cluster.hardware is not None
     assert cluster.across_bytes_per_sec is not None
-    tokens = routing.tokens(routing.num_draws - 1, setting.num_ranks, setting.max_tokens)
-    steps = Steps(setting, tokens, cluster.hardware, cluster.across_bytes_per_sec)
+    steps = Steps(setting, routing, cluster.hardware, cluster.across_bytes_per_sec)
     for policy in asked.policies:
         ms = [steps.secs(policy, num_tokens) * 1e3 for num_tokens in _TOKENS]
         panel.plot(_TOKENS, ms, color=_color(policy), label=_name(policy), marker=".")

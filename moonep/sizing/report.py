@@ -195,12 +195,13 @@ def _routing(
 ) -> RoutingFigures:
     all_tokens, routes = setting.num_ranks * setting.max_tokens, setting.num_routes
     totals = [routing.totals(draw, all_tokens) for draw in range(routing.num_draws)]
-    tokens = routing.tokens(routing.num_draws - 1, setting.num_ranks, setting.max_tokens)
     steps = threshold = slack = None
     if cluster.hardware is not None and cluster.across_bytes_per_sec is not None:
-        steps = Steps(setting, tokens, cluster.hardware, cluster.across_bytes_per_sec)
+        steps = Steps(setting, routing, cluster.hardware, cluster.across_bytes_per_sec)
         if setting.num_ranks > 1:
             threshold, slack = steps.break_even_tokens(balanced), steps.best_slack(balanced.max_replicas)
+    last = routing.num_draws - 1
+    tokens = routing.tokens(last, setting.num_ranks, setting.max_tokens) if steps is None else steps.tokens
     return RoutingFigures(
         routing=routing.name,
         maxvio=float(np.mean([routing.maxvio(draw, all_tokens) for draw in range(routing.num_draws)])),
@@ -246,7 +247,10 @@ def _policy(
             )
     hosts, alignment = setting.host_of_rank, setting.expert_alignment
     step = None if steps is None else steps.step(policy)
-    crossings = wire.count(tokens, policy, setting.num_experts, hosts, alignment) if step is None else step.crossings
+    if step is None:
+        crossings = wire.count(tokens, policy, setting.num_experts, hosts, alignment, found[-1])
+    else:
+        crossings = step.crossings
     most_received = max(each.most_received for each in found)
     return PolicyFigures(
         policy=str(policy),

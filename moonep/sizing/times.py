@@ -20,8 +20,8 @@ import numpy as np
 from moonep.policy import Balanced, Capacity, Home, Policy
 from moonep.sizing import wire
 from moonep.sizing.hardware import Hardware
-from moonep.sizing.loads import home_of_expert
-from moonep.sizing.routing import Lognormal, Tokens
+from moonep.sizing.loads import Load, home_of_expert, load
+from moonep.sizing.routing import Lognormal, Routing, Tokens
 from moonep.sizing.setting import Setting
 
 __all__ = ["SLACKS", "Phases", "Step", "Steps", "break_even_maxvio"]
@@ -50,19 +50,26 @@ class Phases:
 class Step:
     """A policy's step on given routing, whose time is told for any number of tokens.
 
-    What crosses is counted once, for the tokens given, and taken in proportion for others.
+    What crosses is counted once, for `tokens`, and taken in proportion; so are the rows of `found`, the load of all
+    tokens of the setting, whose replicas are those of any number of tokens.
     """
 
-    def __init__(self, setting: Setting, tokens: Tokens, hardware: Hardware, across_bytes_per_sec: float):
+    def __init__(self, setting: Setting, tokens: Tokens, found: Load, hardware: Hardware, across_bytes_per_sec: float):
         self.setting, self._hardware, self._across = setting, hardware, across_bytes_per_sec
         hosts, experts, ranks = setting.host_of_rank, setting.num_experts, setting.num_ranks
-        self.crossings = wire.count(tokens, setting.policy, experts, hosts, setting.expert_alignment)
+        self.crossings = wire.count(tokens, setting.policy, experts, hosts, setting.expert_alignment, found)
+        # Where some tokens stand for all, what reaches a rank is off by chance; but its rows are known.
+        counted_R = self.crossings.routes.sum(0)
+        chance_R = found.rank_rows * self.crossings.tokens_per_rank / np.maximum(counted_R * setting.max_tokens, 1)
         # Pieces of the busiest rank and direction, inside and across.
-        self._rows = _busiest(self.crossings.per_rank, hosts)
-        self._routes = _busiest(self.crossings.routes, hosts)
-        self._replicas = _busiest(_replicas_between(setting, self.crossings), hosts)
+        self._rows = _busiest(self.crossings.per_rank * chance_R, hosts)
+        self._routes = _busiest(self.crossings.routes * chance_R, hosts)
+        self._replicas = _busiest(_replicas_between(setting, found), hosts)
         groups_R = np.bincount(home_of_expert(experts, ranks), minlength=ranks)
-        self._groups = int((groups_R + (self.crossings.load.replica_experts >= 0).sum(axis=1)).max())
+        rows_R = found.num_rows if isinstance(setting.policy, Capacity) else found.rank_rows
+        self._multiplied = float(rows_R.max() / setting.max_tokens)  # for each token of a rank
+        self._received = float(found.rank_rows.max() / setting.max_tokens)
+        self._groups = int((groups_R + (found.replica_experts >= 0).sum(axis=1)).max())
 
     def phases(self, num_tokens: int) -> Phases:
         """For so many tokens on every rank."""
@@ -74,16 +81,16 @@ class Step:
         inside_counts = min(setting.num_ranks, setting.ranks_per_host) - 1
         counts_secs = max(inside_counts / hardware.inside_bytes_per_sec, max(0, rest) / self._across)
         plan_secs = counts_secs * setting.num_experts * _COUNT_BYTES + self._secs(self._routes, _COUNT_BYTES * scale)
-        found, memory = self.crossings.load, hardware.memory_bytes_per_sec
-        rows = float(found.rank_rows.max()) * scale
-        multiplied = float(found.num_rows.max()) * scale if isinstance(setting.policy, Capacity) else rows
-        memory_secs = (rows + num_tokens) * setting.row_bytes / memory
+        memory = hardware.memory_bytes_per_sec
+        memory_secs = (self._received + 1) * num_tokens * setting.row_bytes / memory
         out_secs = max(self._secs(self._rows, setting.row_bytes * scale), memory_secs)
         home_secs = max(self._secs(self._rows, setting.sum_bytes * scale), memory_secs)
 
         experts_secs = self._groups * setting.expert_bytes / memory
         if hardware.flops_per_sec is not None:
-            experts_secs = max(experts_secs, multiplied * setting.model.row_flops / hardware.flops_per_sec)
+            experts_secs = max(
+                experts_secs, self._multiplied * num_tokens * setting.model.row_flops / hardware.flops_per_sec
+            )
         return Phases(
             plan_secs=plan_secs,
             dispatch_secs=out_secs * times,
@@ -92,21 +99,21 @@ class Step:
             combine_secs=home_secs * times,
         )
 
-    def _secs(self, pieces: tuple[int, int], piece_bytes: float) -> float:
+    def _secs(self, pieces: tuple[float, float], piece_bytes: float) -> float:
         inside, across = pieces
         return max(inside / self._hardware.inside_bytes_per_sec, across / self._across) * piece_bytes
 
 
-def _busiest(pairs_RR: wire.Counts, host_of_rank: Sequence[int]) -> tuple[int, int]:
+def _busiest(pairs_RR: wire.Pairs, host_of_rank: Sequence[int]) -> tuple[float, float]:
     """The most pieces that a rank sends or receives inside its host, and across hosts."""
     links = wire.split(pairs_RR, host_of_rank)
     inside = max(links.inside_sent.max(), links.inside_received.max())
-    return int(inside), int(max(links.across_sent.max(), links.across_received.max()))
+    return float(inside), float(max(links.across_sent.max(), links.across_received.max()))
 
 
-def _replicas_between(setting: Setting, crossings: wire.Crossings) -> wire.Counts:
+def _replicas_between(setting: Setting, found: Load) -> wire.Counts:
     """Experts copied from each home to each rank [R, R]. Every replica crosses on its own."""
-    experts_RS = crossings.load.replica_experts
+    experts_RS = found.replica_experts
     pairs_RR = np.zeros((setting.num_ranks, setting.num_ranks), np.int64)
     rank, slot = np.nonzero(experts_RS >= 0)
     homes = home_of_expert(setting.num_experts, setting.num_ranks)[experts_RS[rank, slot]]
@@ -115,10 +122,12 @@ def _replicas_between(setting: Setting, crossings: wire.Crossings) -> wire.Count
 
 
 class Steps:
-    """Steps of one routing under any policy, each counted once."""
+    """Steps of a routing's last draw under any policy, each counted once."""
 
-    def __init__(self, setting: Setting, tokens: Tokens, hardware: Hardware, across_bytes_per_sec: float):
-        self._setting, self._tokens = setting, tokens
+    def __init__(self, setting: Setting, routing: Routing, hardware: Hardware, across_bytes_per_sec: float):
+        draw, self._setting = routing.num_draws - 1, setting
+        self.tokens = routing.tokens(draw, setting.num_ranks, setting.max_tokens)
+        self._totals_E = routing.totals(draw, setting.num_ranks * setting.max_tokens)
         self._hardware, self._across = hardware, across_bytes_per_sec
         self._steps: dict[Policy, Step] = {}
 
@@ -126,7 +135,8 @@ class Steps:
         """The step under `policy`."""
         if policy not in self._steps:
             setting = self._setting.with_policy(policy)
-            self._steps[policy] = Step(setting, self._tokens, self._hardware, self._across)
+            found = load(self._totals_E, setting.num_ranks, policy, setting.num_routes, setting.expert_alignment)
+            self._steps[policy] = Step(setting, self.tokens, found, self._hardware, self._across)
         return self._steps[policy]
 
     def secs(self, policy: Policy, num_tokens: int | None = None) -> float:
@@ -157,8 +167,7 @@ def break_even_maxvio(
     for value in range(values):
         maxvio = bound * 1.5 ** (value + 1 - values)
         routing = Lognormal(setting.num_experts, setting.top_k, maxvio, num_draws=1, effort=0.2)
-        tokens = routing.tokens(0, setting.num_ranks, setting.max_tokens)
-        steps = Steps(setting, tokens, hardware, across_bytes_per_sec)
+        steps = Steps(setting, routing, hardware, across_bytes_per_sec)
         if steps.secs(policy) < steps.secs(Home()):
             return float(maxvio)
     return None

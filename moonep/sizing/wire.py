@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from moonep.sizing.routing import Tokens
 __all__ = ["Crossings", "Links", "count", "destinations", "split"]
 
 Counts = npt.NDArray[np.int64]
+Pairs = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class Crossings:
     per_host: (
         Counts  # a token once to each other host, to the rank that has the source's place there, which hands it on
     )
-    load: Load  # of the same routes
+    load: Load  # that was planned for
     host_of_rank: tuple[int, ...]
     tokens_per_rank: int  # T' of every rank
 
@@ -36,21 +37,36 @@ class Crossings:
 class Links:
     """Pieces that each rank sends and receives [R], by the way they take."""
 
-    inside_sent: Counts
-    inside_received: Counts
-    across_sent: Counts  # to other hosts
-    across_received: Counts
+    inside_sent: Pairs
+    inside_received: Pairs
+    across_sent: Pairs  # to other hosts
+    across_received: Pairs
 
 
 def count(
-    tokens: Tokens, policy: Policy, num_experts: int, host_of_rank: Sequence[int], expert_alignment: int = 1
+    tokens: Tokens,
+    policy: Policy,
+    num_experts: int,
+    host_of_rank: Sequence[int],
+    expert_alignment: int = 1,
+    whole: Load | None = None,
 ) -> Crossings:
-    """Plans the step and counts what crosses. Ranks of a host stand side by side; hosts are numbered in their order."""
+    """Plans the step and counts what crosses. Ranks of a host stand side by side; hosts are numbered in their order.
+
+    `whole`: the load of a step that `tokens` are some of. Its replicas are taken, and of the routes that are looked at
+    the same shares go to them. None: `tokens` are planned on their own.
+    """
     idx_RTK, num_routes = _kept(tokens, policy, num_experts, expert_alignment), tokens.topk_idx.size
     num_ranks, num_tokens, _ = idx_RTK.shape
     routed = tokens.topk_idx[tokens.topk_idx >= 0]
     totals_E = np.bincount(routed, minlength=num_experts).astype(np.int64)
-    loads = load(totals_E, num_ranks, policy, num_routes, expert_alignment)
+    if whole is None:
+        loads = load(totals_E, num_ranks, policy, num_routes, expert_alignment)
+    else:
+        experts_RS = whole.replica_experts
+        share_of = np.maximum(whole.totals[experts_RS], 1)
+        rows_RS = np.where(experts_RS >= 0, whole.replica_rows * totals_E[experts_RS] // share_of, 0)
+        loads = replace(whole, replica_rows=rows_RS)
     to_RTK = destinations(idx_RTK, loads, num_experts, host_of_rank)
     source_RTK = np.broadcast_to(np.arange(num_ranks)[:, None, None], to_RTK.shape)
     host_R = np.asarray(host_of_rank)
@@ -78,7 +94,7 @@ def count(
     return Crossings(routes, per_rank, per_host, loads, tuple(host_of_rank), num_tokens)
 
 
-def split(pairs_RR: Counts, host_of_rank: Sequence[int]) -> Links:
+def split(pairs_RR: Pairs, host_of_rank: Sequence[int]) -> Links:
     """What goes between ranks of a host, and between hosts; what stays on its rank is left out."""
     host_R = np.asarray(host_of_rank)
     same_RR = host_R[:, None] == host_R
