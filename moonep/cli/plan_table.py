@@ -63,8 +63,8 @@ def _heading(report: Report) -> str:
         f"{setting.expert_bytes / 1e6:.1f} MB",
         f"routes of a rank {setting.max_tokens * setting.top_k}; rows of a rank under Home at worst "
         f"{report.home_rows_worst}",
-        f"replicas of a rank at exact balance: {report.replicas_always_enough} are always enough, the worst input "
-        f"takes {report.replicas_worst_input}",
+        f"replicas of a rank, exact balance: {report.replicas_always_enough} always do, the worst input takes "
+        f"{report.replicas_worst_input}",
     ]
     if report.hardware is not None and report.across_bytes_per_sec is not None:
         hardware = report.hardware
@@ -184,8 +184,8 @@ def _answers(report: Report, figures: RoutingFigures) -> str:
         lines.append(
             "Balanced is faster than Home "
             + ("at no number of tokens" if tokens is None else f"from about {tokens} tokens a rank on")
-            + f"; the best slack here is {figures.best_slack:g}"
         )
+        lines.append(f"slack with the shortest step: {figures.best_slack:g}")
     for each in figures.policies:
         if each.fit is not None and report.memory_bytes is not None:
             lines.append(_fit(report, each))
