@@ -25,6 +25,7 @@ from moonep.bench.machine import machine
 from moonep.config import BufferConfig
 from moonep.plan import first_expert, home_rank
 from moonep.policy import Balanced, Home, Policy
+from moonep.sizing.loads import fewest_replicas
 from moonep.trace import load_trace
 from moonep.transport.planner import Planner
 
@@ -46,7 +47,7 @@ class Outcome:
     sent: int  # by the home that sends most
     imbalance: float  # of the fullest rank: rows over the even share, minus 1
     secs: float
-    at_least: int  # replicas that any rule needs; see fewest_possible
+    at_least: int  # replicas that any rule needs; see fewest_replicas in moonep/sizing/loads.py
 
 
 # ---- the rule ----
@@ -74,7 +75,7 @@ def decide(totals_E: Counts, num_ranks: int, policy: Balanced, repeats: int = 20
         sent=int(np.bincount(homes, minlength=num_ranks).max()),
         imbalance=float(rank_rows_R.max() * num_ranks / totals_E.sum() - 1),
         secs=statistics.median(times),
-        at_least=fewest_possible(totals_E, num_ranks, limit),
+        at_least=fewest_replicas(totals_E, num_ranks, limit),
     )
 
 
@@ -83,22 +84,6 @@ def home_rows(totals_E: Counts, num_ranks: int) -> tuple[list[Counts], Counts]:
     firsts = [first_expert(rank, len(totals_E), num_ranks) for rank in range(num_ranks + 1)]
     homes = [np.sort(totals_E[begin:end])[::-1] for begin, end in itertools.pairwise(firsts)]
     return homes, np.array([home.sum() for home in homes])
-
-
-def fewest_possible(totals_E: Counts, num_ranks: int, limit: int) -> int:
-    """A bound from below on replicas: what every home above the limit would need if it were the only one.
-
-    k replicas take no more rows off it than its k largest experts have, nor than the k largest rooms hold.
-    """
-    homes, rows_R = home_rows(totals_E, num_ranks)
-    rooms = np.sort(np.maximum(limit - rows_R, 0))[::-1]
-    needed = 0
-    for home, rows in zip(homes, rows_R, strict=True):
-        if rows > limit:
-            by_experts = int(np.searchsorted(home.cumsum(), rows - limit)) + 1
-            by_rooms = int(np.searchsorted(rooms.cumsum(), rows - limit)) + 1
-            needed += max(by_experts, by_rooms)
-    return needed
 
 
 def lognormal_totals(num_ranks: int, sigma: float, seed: int, experts: int = EXPERTS) -> Counts:

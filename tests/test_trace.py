@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonep.cli import main
+from moonep.sizing.trace_plot import chosen_together
 from moonep.testing import lognormal_routing, maxvio
 from moonep.trace import BUILTIN_TRACES, Trace, load_trace, save_trace
 
@@ -219,3 +220,31 @@ def test_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert result.exit_code == 2  # as bench has it
     assert "not a trace" in result.output
     assert "Traceback" not in result.output
+
+
+def test_info_tells_what_ranks_get(tmp_path: Path) -> None:
+    idx = np.array([[[0], [0], [1], [3]], [[0], [1], [2], [3]]], np.int32)  # 2 steps of 4 tokens
+    save_trace(tmp_path / "a.npz", Trace(idx, np.ones(idx.shape, np.float16), 4))
+    result = CliRunner().invoke(main, ["trace", "info", str(tmp_path / "a.npz"), "--ranks", "2"])
+    assert [line.split() for line in result.output.splitlines()[-2:]] == [
+        ["0", "1.00", "1", "50.0%"],
+        ["1", "0.00", "0", "0.0%"],
+    ]
+
+
+def test_plot(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    result = CliRunner().invoke(main, ["trace", "plot", "pydoc", str(picture), "--ranks", "4"])
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    result = CliRunner().invoke(main, ["trace", "plot", "pydoc", str(tmp_path / "a.pdf")])
+    assert result.exit_code == 2
+    assert "PICTURE: expected a file named *.png or *.svg" in result.output
+
+
+def test_chosen_together() -> None:
+    # 2 ranks of 2 experts. Half of the tokens go to both ranks, a quarter to each alone: 0.5 / 0.75^2.
+    idx = np.array([[[0, 2], [1, 3], [0, 1], [2, -1]]], np.int32)
+    found = chosen_together(Trace(idx, np.ones(idx.shape, np.float16), 4), 2)
+    assert found[0, 1] == found[1, 0] == 0.5 / 0.75**2
+    assert np.isnan(found[0, 0])

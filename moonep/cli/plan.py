@@ -37,7 +37,13 @@ def _count(*names: str, least: int = 1, **more: Any) -> Callable[[_Command], _Co
 @click.option(
     "--weight-dtype", type=click.Choice([*DTYPE_BYTES]), default="bfloat16", show_default=True, help="Of the weights."
 )
-@click.option("--combine-wire", type=click.Choice(["float32", "payload"]), default="float32", show_default=True)
+@click.option(
+    "--combine-wire",
+    type=click.Choice(["float32", "payload"]),
+    default="float32",
+    show_default=True,
+    help="Sums as they cross: payload is the rows' dtype.",
+)
 @_count("--alignment", default=1, show_default=True, help="Every expert's rows are padded to a multiple of this many.")
 @click.option(
     "--policy",
@@ -47,9 +53,18 @@ def _count(*names: str, least: int = 1, **more: Any) -> Callable[[_Command], _Co
     show_default=True,
     help="Where rows may go; a list.",
 )
-@click.option("--factor", type=click.FloatRange(min=0, min_open=True), default=1.25, show_default=True, metavar="X")
-@click.option("--slack", type=click.FloatRange(min=0), default=0.05, show_default=True, metavar="X")
-@_count("--max-replicas", least=0, help="Slots of a rank.  [default: as many as it takes]")
+@click.option(
+    "--factor",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.25,
+    show_default=True,
+    metavar="X",
+    help="Of Capacity.",
+)
+@click.option(
+    "--slack", type=click.FloatRange(min=0), default=0.05, show_default=True, metavar="X", help="Of Balanced."
+)
+@_count("--max-replicas", least=0, help="Of Balanced, on a rank.  [default: as many as it takes]")
 @click.option(
     "--maxvio",
     type=Listed(float, "X,...", "numbers separated by commas, such as 0.5,1", 0),
@@ -58,7 +73,12 @@ def _count(*names: str, least: int = 1, **more: Any) -> Callable[[_Command], _Co
 )
 @click.option("--trace", metavar="FILE", help="A recorded trace instead: a file or a built-in name.")
 @click.option(
-    "--drop", type=click.FloatRange(0, 1), default=0.01, show_default=True, metavar="X", help="Share that may drop."
+    "--drop",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    metavar="X",
+    help="Share of the routes that may be dropped.",
 )
 @click.option("--training", is_flag=True, help="Count gradients and backward too.")
 @click.option("--recompute", is_flag=True, help="In training, hold the rows of one layer, not of all.")

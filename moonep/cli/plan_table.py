@@ -68,10 +68,10 @@ def _heading(report: Report) -> str:
     ]
     if report.hardware is not None and report.across_bytes_per_sec is not None:
         hardware = report.hardware
-        flops = "" if hardware.flops_per_sec is None else f", {hardware.flops_per_sec / 1e12:.0f} TFLOPS"
+        flops = "" if hardware.flops_per_sec is None else f", {hardware.flops_per_sec / 1e12:.3g} TFLOPS"
         lines.append(
-            f"{hardware.name}: memory {hardware.memory_bytes_per_sec / 1e9:.0f} GB/s, between ranks "
-            f"{hardware.inside_bytes_per_sec / 1e9:.0f} GB/s, across hosts {report.across_bytes_per_sec / 1e9:g} "
+            f"{hardware.name}: memory {hardware.memory_bytes_per_sec / 1e9:.4g} GB/s, between ranks "
+            f"{hardware.inside_bytes_per_sec / 1e9:.4g} GB/s, across hosts {report.across_bytes_per_sec / 1e9:g} "
             f"GB/s{flops}"
         )
     return _wrapped(lines)
