@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from moonep import _C
 from moonep.config import DTYPES
 
-__all__ = ["geglu", "situ_glu", "swiglu"]
+__all__ = ["ACTIVATIONS", "geglu", "situ_glu", "swiglu"]
 
 _GATE_LIMIT, _UP_LIMIT = 4.0, 25.0
 
@@ -58,6 +59,13 @@ def situ_glu(gate_up: torch.Tensor) -> torch.Tensor:
         return _plain_situ_glu(gate_up)
     out: torch.Tensor = _SituGlu.apply(gate_up)  # type: ignore[no-untyped-call]
     return out
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": swiglu,
+    "gelu": geglu,
+    "situ_glu": situ_glu,
+}
 
 
 def _is_for_native(tensor: torch.Tensor) -> bool:

@@ -10,19 +10,12 @@ import torch
 from torch import nn
 
 from moonep.buffer import Buffer
-from moonep.nn.activations import geglu, situ_glu, swiglu
+from moonep.nn.activations import ACTIVATIONS
 from moonep.nn.grouped import grouped_linear
 from moonep.plan import Plan
 
 __all__ = ["Experts"]
 
-
-# What stands between the two products: [N, 2F] -> [N, F].
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "swiglu": swiglu,
-    "gelu": geglu,
-    "situ_glu": situ_glu,
-}
 
 # nn.Linear's: uniform within 1 / sqrt(in) of 0.
 _like_linear = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
@@ -71,8 +64,8 @@ class Experts(nn.Module):
         super().__init__()
         if width < 1:
             raise ValueError(f"width: expected at least 1, got {width}")
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         self.ep, self.width, self.activation = ep, width, activation
         hidden, local = ep.config.hidden, ep.num_local_experts
 
@@ -165,7 +158,7 @@ class Experts(nn.Module):
         w_gate_up, w_down, *biases = (weight.to(dtype) for weight in weights)
         b_gate_up, b_down = biases or (None, None)
         gate_up = grouped_linear(rows.to(dtype), w_gate_up, b_gate_up, group_ends)
-        out = grouped_linear(_ACTIVATIONS[self.activation](gate_up), w_down, b_down, group_ends)
+        out = grouped_linear(ACTIVATIONS[self.activation](gate_up), w_down, b_down, group_ends)
         return out.to(rows.dtype)
 
     def extra_repr(self) -> str:
