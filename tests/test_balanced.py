@@ -198,8 +198,8 @@ def test_same_as_one_process_with_all_experts(pool: Any, case: Case) -> None:
             x = integers((tokens, case.hidden), 10 + rank, case.dtype).requires_grad_()
             weights = (integers((tokens, case.top_k), 20 + rank, torch.float32) / 2).requires_grad_()
             w1, w2, b = params
-            inner = torch.einsum("th,ehf->tef", x, w1).clamp(-2, 2)
-            every = torch.einsum("tef,efh->teh", inner, w2) / 4 + b.sum(1)[None, :, None]
+            inner = torch.einsum("th,khf->tkf", x, w1).clamp(-2, 2)
+            every = torch.einsum("tkf,kfh->tkh", inner, w2) / 4 + b.sum(1)[None, :, None]
             y = torch.zeros(tokens, case.hidden)
             for k in range(case.top_k):
                 chosen = of_rank["idx"][:, k]
