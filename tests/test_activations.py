@@ -93,7 +93,7 @@ def test_gradients_by_finite_differences(kernels: str) -> None:
             change[column] = step
             rise = (situ_glu(gate_up + change) - situ_glu(gate_up - change)) * target
             torch.testing.assert_close(found[:, column], rise.sum(1) / (2 * step), rtol=2e-3, atol=2e-3)
-    wide = gate_up.detach().double().requires_grad_()
+    wide = gate_up.detach()[:3].double().requires_grad_()
     assert torch.autograd.gradcheck(situ_glu, wide)
 
 

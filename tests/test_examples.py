@@ -68,6 +68,38 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert re.findall(r"fullest rank (.*?)  +[\d.]+ s", printed) == ["1.000  1.000"] * 2
 
 
+def train_kimi_k3_tiny(
+    tmp_path: Path, ranks: int, *arguments: str, timeout_secs: float = 600
+) -> dict[str, list[list[float]]]:
+    out = tmp_path / f"{ranks} ranks"
+    run_example("03_train_kimi_k3_tiny.py", *arguments, "--out", str(out), ranks=ranks, timeout_secs=timeout_secs)
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    curves: dict[str, list[list[float]]] = json.loads((out / "curves.json").read_text())
+    return curves
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_kimi_k3_tiny_on_any_number_of_ranks(tmp_path: Path) -> None:
+    alone = train_kimi_k3_tiny(tmp_path, 1, "--steps", "20")
+    four = train_kimi_k3_tiny(tmp_path, 4, "--steps", "20", "--expert-ranks", "2")
+    for run in ("with Quantile Balancing", "without"):
+        (losses, maxvios), (four_losses, four_maxvios) = alone[run], four[run]
+        # A token at a near tie between experts may go to the other: its loss, one of 2,048, changes by some tenths.
+        assert four_losses == pytest.approx(losses, abs=1e-2)
+        assert four_maxvios[0] == pytest.approx(maxvios[0], abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_training_kimi_k3_tiny(tmp_path: Path) -> None:
+    """It checks itself: that it learns, and how even the experts' load is."""
+    curves = train_kimi_k3_tiny(tmp_path, 2, "--steps", "200", timeout_secs=2000)
+    for losses, maxvios in curves.values():
+        assert len(losses) == len(maxvios) == 200
+        assert all(map(math.isfinite, losses))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
 def test_training(tmp_path: Path) -> None:

@@ -186,12 +186,14 @@ class QuantileBalancing(Balancing):
         if self.top_k == self.num_experts:
             return
         histogram, bias, (low, width) = counts[self.num_experts :], self.bias.to(scores.device), self._range()
+        per_width = 1 / float(width)
         first_bins = torch.arange(self.num_experts, device=scores.device) * self.num_bins
         for some in torch.split(scores, _TOKENS_AT_ONCE):
             some = some[some.sum(1).isfinite()]
-            required = _required_bias(some, bias, self.top_k)
-            bins = ((required - low.to(required)) / width.to(required)).long().clamp_(0, self.num_bins - 1)
-            bins += first_bins
+            alpha = _alpha(some, bias, self.top_k)
+            # (alpha - s - low) / width, in one pass over what is large
+            places = torch.sub((alpha - low) / width, some, alpha=per_width)
+            bins = places.long().clamp_(0, self.num_bins - 1).add_(first_bins)
             histogram.scatter_add_(0, bins.flatten(), histogram.new_ones(()).expand(bins.numel()))
 
     def _update(self, counts: torch.Tensor) -> None:
@@ -310,16 +312,15 @@ def exact_quantile_bias(
     bias = scores.new_zeros(num_experts) if bias is None else bias.to(scores)
     if num_tokens:
         for _ in range(num_rounds):
-            required = _required_bias(scores, bias, top_k)
+            required = _alpha(scores, bias, top_k) - scores
             bias = required.kthvalue(num_tokens * top_k // num_experts + 1, 0).values
             bias = (bias.double() - bias.double().mean()).to(scores.dtype)
     return bias
 
 
-def _required_bias(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> torch.Tensor:
-    """[T, E]: the bias above which each expert would be among a token's K, the others' staying as they are."""
-    alpha = (scores + bias).topk(top_k + 1, sorted=True).values[:, -1:]
-    return alpha - scores
+def _alpha(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> torch.Tensor:
+    """[T, 1]: what an expert must get above to be among a token's K, the others staying as they are."""
+    return (scores + bias).topk(top_k + 1, sorted=True).values[:, -1:]
 
 
 def _loads(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
