@@ -94,16 +94,16 @@ def test_kimi_k3_tiny_on_any_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.timeout(2400)
 def test_training_kimi_k3_tiny(tmp_path: Path) -> None:
     """It checks itself: that it learns, and how even the experts' load is."""
-    curves = train_kimi_k3_tiny(tmp_path, 2, "--steps", "200", timeout_secs=2000)
+    curves = train_kimi_k3_tiny(tmp_path, 2, "--steps", "100", timeout_secs=2000)
     for losses, maxvios in curves.values():
-        assert len(losses) == len(maxvios) == 200
+        assert len(losses) == len(maxvios) == 100
         assert all(map(math.isfinite, losses))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
 def test_training(tmp_path: Path) -> None:
-    runs = [(1, "home"), (2, "home"), (4, "home"), (2, "balanced"), (4, "balanced")]
+    runs = [(1, "home"), (2, "home"), (4, "balanced")]
     trained = [train(tmp_path, ranks, 300, timeout_secs=800, policy=policy) for ranks, policy in runs]
     losses, printed = zip(*trained, strict=True)
     for other in losses[1:]:
