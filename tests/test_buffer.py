@@ -407,7 +407,7 @@ def test_random_cases(pool: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_random_cases(pool: Any) -> None:
-    run_on(pool, check_cases, [random_case(seed) for seed in range(16, 200)], timeout_secs=400)
+    run_on(pool, check_cases, [random_case(seed) for seed in range(16, 140)], timeout_secs=400)
 
 
 REAL = Case("lognormal", 896, 16, 3584, (512,), torch.bfloat16)

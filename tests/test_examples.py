@@ -104,7 +104,7 @@ def test_training_kimi_k3_tiny(tmp_path: Path) -> None:
 @pytest.mark.timeout(4000)
 def test_training(tmp_path: Path) -> None:
     runs = [(1, "home"), (2, "home"), (4, "balanced")]
-    trained = [train(tmp_path, ranks, 300, timeout_secs=800, policy=policy) for ranks, policy in runs]
+    trained = [train(tmp_path, ranks, 200, timeout_secs=800, policy=policy) for ranks, policy in runs]
     losses, printed = zip(*trained, strict=True)
     for other in losses[1:]:
         assert other[:20] == pytest.approx(losses[0][:20], abs=1e-4)
